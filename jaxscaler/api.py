@@ -1,0 +1,85 @@
+"""The front door: `parallelize` a train step, or `plan` it without any device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxscaler import planner
+from jaxscaler.cache import find_cache
+from jaxscaler.cluster.cluster import Cluster
+from jaxscaler.parallel import ParallelStep, as_cluster, author_of, nnx_for, traced_step
+from jaxscaler.plan import Plan
+from jaxscaler.program import Line
+
+
+def plan(
+    step: Callable,
+    *args: Any,
+    cluster: str | Cluster,
+    constraints: Sequence[Line] = (),
+    memory: float = planner.MEMORY,
+    time_limit: float = planner.TIME_LIMIT,
+    seed: int = 0,
+    progress: planner.Progress | None = None,
+    roles: Mapping[str, str] = {},
+    cache: bool | str | Path = True,
+    mesh: Any = None,
+    specs: Mapping[str, Any] = {},
+    **kwargs: Any,
+) -> Plan:
+    """Plan a train step for a cluster; no device of it needs to be present.
+
+    `args` and `kwargs` are the step's, arrays or `jax.ShapeDtypeStruct`s. `cluster`: such as
+    "h100:8x4", or a `Cluster`. `memory`: the share of a device's memory that may be filled.
+    `time_limit`: seconds of search; what is left open then is in `plan.search.gap`. `roles`: what
+    arguments are, by globs of their paths, where data flow does not tell: {"frozen/*": "parameter"}
+    (or "optimizer", "batch", "rng"; of several that match, the last counts). `cache`: whether, or
+    in which folder, plans are kept for the next start of the program (see `jaxscaler.cache`).
+    `mesh`: the only mesh to be searched, a `jax.sharding.Mesh` or {name: size}, major first; the
+    plan's axes have its names, and sharding constraints in the step, which speak of them, are kept.
+    `specs`: where arguments lie at rest, {glob of paths: `PartitionSpec` on that mesh}.
+    """
+    author, cluster = author_of(mesh, specs), as_cluster(cluster)
+    if nnx := nnx_for(step, (args, kwargs)):
+        args, kwargs, _ = nnx.take_call(step, args, kwargs)
+        step = nnx.functional(step)
+    found = planner.plan_step(
+        traced_step(step, args, kwargs, roles, mesh, cluster.device),
+        cluster,
+        author=author,
+        constraints=constraints,
+        memory=memory,
+        time_limit=time_limit,
+        seed=seed,
+        progress=progress,
+        cache=find_cache(cache),
+    )
+    return found.plan
+
+
+def parallelize(step: Callable | None = None, /, **options: Any) -> Any:
+    """Run a single-device train step on a cluster, by a plan searched when its types are known.
+
+        @parallelize(cluster="h100:8x4")
+        def train_step(state, batch): ...
+
+    A step may take flax.nnx objects (Module, Optimizer, Rngs, Metric ...) and change them; it may
+    have gone through `jax.jit` or `nnx.jit`, whose static and donated arguments then count.
+
+    Options: `cluster` (None: the devices that JAX sees), `constraints`, `memory`, `time_limit`,
+    `seed`, `progress`, `roles`, `cache` as in `plan`; `devices`: those to run on (default: all);
+    `plan`: a `Plan`, or the path of a saved one, to be followed instead of searched; `donate`:
+    indices of arguments that give up their buffers (default: those that the step gives back, as a
+    train step its state; `donate=()` for a step whose arguments are used again); `follow`: a
+    planned step, or a `Plan`, whose state this step takes too: it lies as it does there, and the
+    rest is searched; `mesh` and `specs` as in `plan`: a mesh and layouts to be kept as they are.
+
+    Once planned, a step may be called with batches of other shapes: it is planned for each, with
+    the state where it is. See docs/state.md.
+    """
+    if step is None:
+        return functools.partial(ParallelStep, **options)
+    return ParallelStep(step, **options)

@@ -1,0 +1,374 @@
+"""The command line: `jaxscaler plan | show | solve`.
+
+Results go to stdout, progress and errors to stderr. Exit status: 0 done; 2 bad usage or input; 3 no
+plan or choice is feasible; 1 any other error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import importlib
+import inspect
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax
+from rich.console import Console
+from rich.text import Text
+
+import jaxscaler
+from jaxscaler import planner, recipes
+from jaxscaler.api import plan as plan_step
+from jaxscaler.cluster.cluster import Cluster
+from jaxscaler.errors import ClusterError, InfeasibleError, JaxscalerError, PlanError, SolveError
+from jaxscaler.plan import Plan
+from jaxscaler.solve import Solution, StrategyProblem, solve
+from jaxscaler.solve.iopddl import read_problem, write_problem
+
+DONE, FAILED, BAD_INPUT, INFEASIBLE, INTERRUPTED = 0, 1, 2, 3, 130
+RECIPES: Mapping[str, Callable[[], list]] = {
+    "data_parallel": recipes.data_parallel,
+    "zero": recipes.zero,
+    "tensor_parallel": recipes.tensor_parallel,
+}
+WORDS = {"true": True, "false": False, "none": None}
+Report = Callable[[str, str], None]  # (phase, detail)
+
+
+class UsageError(Exception):
+    """What was typed, or a file that it names, can not be used."""
+
+
+STATUS: dict[type[Exception], int] = {  # by class; any other JaxscalerError is FAILED
+    UsageError: BAD_INPUT,
+    ClusterError: BAD_INPUT,
+    PlanError: BAD_INPUT,
+    SolveError: BAD_INPUT,
+    InfeasibleError: INFEASIBLE,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command (default: of `sys.argv`); its exit status. Errors are one message on stderr."""
+    try:
+        args = _parser().parse_args(argv)
+        status = args.run(args)
+        sys.stdout.flush()
+        return status
+    except (UsageError, JaxscalerError) as error:
+        print(f"jaxscaler: error: {error}", file=sys.stderr)
+        return STATUS.get(type(error), FAILED)
+    except KeyboardInterrupt:
+        print("jaxscaler: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of stdout, such as `head`, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
+
+
+# -- what may be typed -----------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="jaxscaler", description="Plan how a JAX train step runs on a cluster.")
+    parser.add_argument("--version", action="version", version=jaxscaler.__version__)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    command = commands.add_parser("plan", help="plan a train step; no device of it is needed")
+    command.set_defaults(run=_plan)
+    command.add_argument(
+        "target", help="MODULE:FUNCTION that returns a workload: an object with step, state, batch"
+    )
+    command.add_argument("--cluster", required=True, help="such as h100:8x4, or a file NAME.toml")
+    command.add_argument("--size", help="the workload's size")
+    command.add_argument("--batch", type=_positive_int, help="samples per step")
+    command.add_argument("--seq", type=_positive_int, help="tokens per sample")
+    command.add_argument(
+        "--set", metavar="KEY=VALUE", action="append", default=[], type=_setting, dest="settings",
+        help="any other argument of FUNCTION; may be given again",
+    )  # fmt: skip
+    command.add_argument(
+        "--recipe", choices=RECIPES, action="extend", nargs="+", default=[], help="constrain to it"
+    )
+    command.add_argument(
+        "--memory", type=_share, default=planner.MEMORY, metavar="SHARE",
+        help="of a device's memory that may be filled (default: %(default)s)",
+    )  # fmt: skip
+    command.add_argument("--out", type=Path, metavar="FILE", help="write the plan here as JSON")
+    command.add_argument(
+        "--export-problem", type=Path, metavar="FILE",
+        help="write the strategy problem of the plan's mesh here (.json or .json.gz)",
+    )  # fmt: skip
+    _add_search(command, planner.TIME_LIMIT)
+
+    command = commands.add_parser("show", help="print a saved plan")
+    command.set_defaults(run=_show)
+    command.add_argument("file", type=Path)
+    form = command.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print the plan as JSON")
+    form.add_argument("--program", action="store_true", help="print the plan as a program")
+
+    command = commands.add_parser("solve", help="solve a strategy problem (IOPDDL JSON)")
+    command.set_defaults(run=_solve)
+    command.add_argument("file", type=Path)
+    _add_search(command, planner.TIME_LIMIT)
+    return parser
+
+
+def _add_search(command: argparse.ArgumentParser, time_limit: float) -> None:
+    command.add_argument(
+        "--time-limit", type=_positive_float, default=time_limit, metavar="SECONDS",
+        help="of search (default: %(default)s)",
+    )  # fmt: skip
+    command.add_argument("--seed", type=_seed, default=0)
+    command.add_argument("--json", action="store_true", help="print the result as JSON")
+    command.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def _number(text: str, kind: type, rule: str, holds: Callable[[Any], bool]) -> Any:
+    try:
+        value = kind(text)
+    except ValueError:
+        value = None
+    if value is None or not holds(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {rule}")
+    return value
+
+
+def _positive_int(text: str) -> int:
+    return _number(text, int, "a whole number above 0", lambda n: n > 0)
+
+
+def _seed(text: str) -> int:
+    return _number(text, int, "a whole number from 0 to 2^31 - 1", lambda n: 0 <= n < 2**31)
+
+
+def _positive_float(text: str) -> float:
+    return _number(text, float, "a number above 0", lambda x: 0 < x < float("inf"))
+
+
+def _share(text: str) -> float:
+    return _number(text, float, "above 0 and at most 1", lambda x: 0 < x <= 1)
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """KEY=VALUE; VALUE is a Python literal, true, false or none, else a string."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form KEY=VALUE")
+    if value in WORDS:
+        return key, WORDS[value]
+    try:
+        return key, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return key, value
+
+
+# -- commands --------------------------------------------------------------------------------------
+
+
+def _plan(args: argparse.Namespace) -> int:
+    if not os.environ.get("JAX_PLATFORMS"):
+        # Only abstract values are planned with: leave the accelerators of this host alone.
+        jax.config.update("jax_platforms", "cpu")
+    cluster = _cluster(args.cluster)
+    for path in (args.out, args.export_problem):
+        if path is not None:
+            _check_writable(path)
+    given = {key: getattr(args, key) for key in ("size", "batch", "seq")}
+    settings = [*((k, v) for k, v in given.items() if v is not None), *args.settings]
+    with _progress(args.quiet) as report:
+        report("trace", args.target)
+        work = _workload(args.target, settings)
+        batch = work.batch if isinstance(work.batch, tuple) else (work.batch,)
+        found = plan_step(
+            work.step, work.state, *batch,
+            cluster=cluster, constraints=[line for name in args.recipe for line in RECIPES[name]()],
+            memory=args.memory, time_limit=args.time_limit, seed=args.seed, progress=report,
+        )  # fmt: skip
+    if args.export_problem is not None:
+        problem = found.session.best.priced.problem
+        _write(args.export_problem, lambda path: write_problem(problem, path))
+    if args.out is not None:
+        _write(args.out, found.save)
+    _print_plan(found, args.json)
+    return DONE
+
+
+def _show(args: argparse.Namespace) -> int:
+    try:
+        found = Plan.load(args.file)
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{args.file}: not text: {error}") from error
+    if args.program:
+        print("\n".join(found.program()))
+    else:
+        _print_plan(found, args.json)
+    return DONE
+
+
+def _solve(args: argparse.Namespace) -> int:
+    problem = read_problem(args.file)
+    with _progress(args.quiet) as report:
+        report("solve", f"{problem.num_nodes} nodes, {len(problem.edge_nodes)} edges")
+
+        def improved(seconds: float, cost: int | None, bound: int) -> None:
+            report("solve", f"{seconds:.1f} s: cost {cost}, bound {bound}")
+
+        found = solve(problem, time_limit=args.time_limit, seed=args.seed, progress=improved)
+    result = _result(problem, found)
+    if args.json:
+        print(json.dumps(result))
+    elif found.choice is not None:
+        print("\n".join(f"{key}: {value}" for key, value in result.items() if key != "choice"))
+    if found.status == "infeasible":
+        raise InfeasibleError(f"{args.file}: {found.statistics.get('reason', 'no choice fits')}")
+    if found.choice is None:
+        raise JaxscalerError(
+            f"{args.file}: no choice found in {args.time_limit:g} s; give it a longer --time-limit"
+        )
+    return DONE
+
+
+def _result(problem: StrategyProblem, found: Solution) -> dict[str, Any]:
+    return {
+        "name": problem.name,
+        "status": found.status,
+        "cost": found.cost,
+        "bound": found.bound,
+        "gap": None if found.cost is None else found.gap,
+        "peak_usage": found.peak_usage,
+        "usage_limit": problem.usage_limit,
+        "seconds": found.seconds,
+        "choice": None if found.choice is None else found.choice.tolist(),
+    }
+
+
+def _print_plan(found: Plan, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(found.to_dict(), indent=1))
+    else:
+        found.show()
+
+
+# -- clusters and targets --------------------------------------------------------------------------
+
+
+def _cluster(text: str) -> Cluster:
+    if not text.endswith(".toml"):
+        return Cluster.parse(text)
+    try:
+        return Cluster.load(text)
+    except OSError as error:
+        raise UsageError(f"{text}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{text}: not text: {error}") from error
+
+
+def _workload(target: str, settings: Sequence[tuple[str, Any]]) -> Any:
+    """Call the target. UsageError if there is none, or it does not take these settings."""
+    function = _function(target)
+    given = dict(settings)
+    if len(given) < len(settings):
+        names = [key for key, _ in settings]
+        twice = next(key for key in names if names.count(key) > 1)
+        raise UsageError(f"{twice} is given more than once")
+    parameters = inspect.signature(function).parameters
+    kinds = {p.kind for p in parameters.values()}
+    unknown = sorted(given.keys() - parameters.keys())
+    if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
+        raise UsageError(
+            f"{target} takes no {', '.join(unknown)}; it takes {', '.join(parameters) or 'nothing'}"
+        )
+    try:
+        inspect.signature(function).bind(**given)
+    except TypeError as error:
+        raise UsageError(f"{target}: {error}; give it with --set NAME=VALUE") from None
+    try:
+        work = function(**given)
+    except ValueError as error:
+        raise UsageError(f"{target}: {error}") from error
+    lacking = [name for name in ("step", "state", "batch") if not hasattr(work, name)]
+    if lacking:
+        raise UsageError(
+            f"{target} returned a {type(work).__name__} without {', '.join(lacking)}; "
+            "a workload has step, state and batch"
+        )
+    return work
+
+
+def _function(target: str) -> Callable[..., Any]:
+    module_name, colon, name = target.partition(":")
+    if not colon or not module_name or not name:
+        raise UsageError(f"{target!r} is not of the form MODULE:FUNCTION")
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)  # as `python -m` does
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise UsageError(f"can not import {module_name}: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        functions = [n for n, f in vars(module).items() if inspect.isfunction(f) and n[0] != "_"]
+        close = difflib.get_close_matches(name, functions, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(functions)}"
+        raise UsageError(f"{module_name} has no function {name!r}; {hint}")
+    return function
+
+
+# -- files and progress ----------------------------------------------------------------------------
+
+
+def _check_writable(path: Path) -> None:
+    """Before a long search, not after it."""
+    if path.is_dir():
+        raise UsageError(f"{path} is a directory")
+    if not path.parent.is_dir():
+        raise UsageError(f"{path}: there is no directory {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise UsageError(f"{path}: the directory {path.parent} can not be written to")
+
+
+def _write(path: Path, write: Callable[[Path], None]) -> None:
+    """Have `write` make the file; it appears whole or not at all."""
+    part = path.with_name(f"part-{path.name}")  # in front: the suffix may say how to write
+    try:
+        write(part)
+        part.replace(path)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[Report]:
+    """Reports on stderr: a line that changes in place on a terminal, else a line each."""
+    console = Console(stderr=True, highlight=False, markup=False)
+    if quiet:
+        yield lambda phase, detail: None
+    elif console.is_terminal:
+        with console.status("") as status:
+            yield lambda phase, detail: status.update(Text(f"{phase}: {detail}"))
+    else:
+        start = time.perf_counter()
+
+        def line(phase: str, detail: str) -> None:
+            spent = time.perf_counter() - start
+            print(f"{spent:7.1f} s  {phase}: {detail}", file=sys.stderr, flush=True)
+
+        yield line

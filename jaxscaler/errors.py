@@ -1,0 +1,31 @@
+"""Errors a user meets: each says which rule was broken, on which object, and what to do."""
+
+from __future__ import annotations
+
+
+class JaxscalerError(ValueError):
+    """Base of every error that jaxscaler raises on purpose."""
+
+
+class TraceError(JaxscalerError):
+    """The step cannot be planned as it is written (leaf, effect, axis name, reference)."""
+
+
+class ClusterError(JaxscalerError):
+    """A cluster description is malformed, unknown, or larger than what is present."""
+
+
+class ConstraintError(JaxscalerError):
+    """A constraint is malformed, matches nothing, or clashes with another."""
+
+
+class InfeasibleError(JaxscalerError):
+    """No plan satisfies the memory limit and the constraints."""
+
+
+class PlanError(JaxscalerError):
+    """A plan does not belong to this step, cluster or version, or was not achieved."""
+
+
+class SolveError(JaxscalerError):
+    """A strategy problem is malformed."""

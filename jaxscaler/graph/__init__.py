@@ -1,0 +1,1 @@
+"""From a traced step to an op graph: ops, values, factors, phases, roles, repeated layers."""

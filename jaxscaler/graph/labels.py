@@ -1,0 +1,56 @@
+"""Names of factors that people plan by: which factor of an op is the batch, which the sequence.
+
+The names start at the batch's own dims and follow the factors through the graph: "batch" from dim 0
+of batch arrays, "sequence" from dim 1 of those that are tokens [batch, sequence] or features
+[batch, sequence, features]. A contracted factor without such a name is "contraction".
+"""
+
+from __future__ import annotations
+
+from jaxscaler.graph.fold import Folded
+from jaxscaler.graph.ir import BATCH, REDUCE, OpGraph, Value
+
+CONTRACTION = "contraction"
+
+
+def dim_names(value: Value) -> tuple[str, ...]:
+    """Names of the leading dims of a batch array."""
+    tokens = len(value.shape) == 2 and value.dtype.startswith(("int", "uint"))
+    return ("batch", "sequence") if tokens or len(value.shape) == 3 else ("batch",)
+
+
+def factor_labels(graph: OpGraph, folded: Folded) -> list[dict[int, str]]:
+    """Per op class: factor -> name, for the factors that have one."""
+    dims: dict[tuple[int, int], str] = {}  # (value class, dim) -> name of its major factor
+    for v in graph.inputs:
+        value = graph.values[v]
+        if value.role == BATCH:
+            for d, name in enumerate(dim_names(value)[: len(value.shape)]):
+                dims[int(folded.value_class[v]), d] = name
+    labels: list[dict[int, str]] = [{} for _ in range(folded.num_classes)]
+    sweeps = [folded.representatives, folded.representatives[::-1]] * 2
+    for sweep in sweeps:
+        for o in sweep:
+            op = graph.ops[o]
+            rule = graph.kinds[op.kind].rule
+            named = labels[folded.op_class[o]]
+            tensors = list(zip(op.inputs, rule.operands)) + list(zip(op.outputs, rule.results))
+            spots = [
+                ((int(folded.value_class[v]), d), factors[0])
+                for v, layout in tensors
+                if v >= 0
+                for d, factors in enumerate(layout)
+                if factors
+            ]
+            for spot, factor in spots:
+                if spot in dims:
+                    named.setdefault(factor, dims[spot])
+            for spot, factor in spots:
+                if factor in named:
+                    dims.setdefault(spot, named[factor])
+    for c, o in enumerate(folded.representatives):
+        factors = graph.kinds[graph.ops[o].kind].rule.factors
+        for f, factor in enumerate(factors):
+            if factor.kind == REDUCE:
+                labels[c].setdefault(f, CONTRACTION)
+    return labels

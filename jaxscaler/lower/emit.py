@@ -1,0 +1,222 @@
+"""From decisions to specs by position: what each strategy means at each equation of the jaxpr.
+
+A value is constrained where it is made, to the layout of the node that makes it (unless that leaves
+it a partial sum: then the reduction happens where a reader's layout says), and again where a reader
+wants another layout. A value with a "use" layout passes through it on the way to all its readers.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+
+from jaxscaler.graph.fold import Folded
+from jaxscaler.graph.ir import JOIN, MARKERS, UPDATE, OpGraph
+from jaxscaler.lower.layouts import Layouts, Spec
+from jaxscaler.plan import Decision
+from jaxscaler.space import strategies as st
+from jaxscaler.space.nodes import Node, Space, factor_name
+
+
+def emit(
+    graph: OpGraph,
+    folded: Folded,
+    space: Space,
+    axes: tuple[tuple[str, int], ...],
+    rows: tuple[np.ndarray, ...],
+) -> Layouts:
+    """Specs of a whole step. `rows[i]` is node i's strategy (one row of `strategies`)."""
+    return _Emitter(graph, folded, space, axes, rows).run()
+
+
+def rows_of(
+    nodes: Sequence[Node], decided: dict[str, Decision], axes: tuple[str, ...]
+) -> list[np.ndarray | None]:
+    """Strategy row per node from a plan's decisions by subject; None where the plan has none."""
+    out: list[np.ndarray | None] = []
+    for node in nodes:
+        d = decided.get(node.name)
+        if d is None:
+            out.append(None)
+            continue
+        index = {factor_name(node, f): f for f in range(len(node.factors))}
+        try:
+            if any(axis not in axes for axis, _ in (*d.cuts, *(d.in_use or ()))):
+                raise KeyError
+            halves = [d.cuts] + ([d.in_use or ()] if node.paired else [])
+            row = [
+                index[dict(half)[a]] if a in dict(half) else st.UNUSED
+                for half in halves
+                for a in axes
+            ]
+        except KeyError:
+            out.append(None)
+            continue
+        out.append(np.array(row, np.int64))
+    return out
+
+
+class _Emitter:
+    def __init__(self, graph, folded, space, axes, rows):
+        self.graph, self.folded, self.space, self.rows = graph, folded, space, rows
+        self.names = tuple(name for name, _ in axes)
+        self.axes = axes
+        self.cache: dict[tuple[int, int], tuple[Spec, bool]] = {}
+        self.classes = folded.value_class.tolist()
+        self.op_class = folded.op_class.tolist()
+
+    def spec(self, spot: tuple[int, int]) -> tuple[Spec, bool]:
+        """(spec, is a partial sum) of a node's port."""
+        found = self.cache.get(spot)
+        if found is None:
+            node, port = spot
+            row = self.rows[node].reshape(1, -1)
+            layout = st.layouts(self.space.nodes[node], port, row)[0]
+            rank = len(self.space.nodes[node].ports[port].dims)
+            dims = tuple(
+                tuple(name for name, d in zip(self.names, layout) if d == dim)
+                for dim in range(rank)
+            )
+            found = self.cache[spot] = (dims, bool((layout == rank).any()))
+        return found
+
+    def whole(self, v: int) -> Spec:
+        return ((),) * len(self.graph.values[v].shape)
+
+    # -- one value ---------------------------------------------------------------------------------
+
+    def made(self, v: int) -> tuple[Spec, bool]:
+        spot = self.space.made.get(self.classes[v])
+        return (self.whole(v), False) if spot is None else self.spec(spot)
+
+    def on_the_way(self, op, slot: int) -> tuple[Spec, ...]:
+        """Constraints that bring an operand from where it was made to how the op reads it."""
+        v = op.inputs[slot]
+        if v < 0 or prod(self.graph.values[v].shape) <= 1:
+            return ()
+        spec, partial = self.made(v)
+        path: list[Spec] = []
+        k = self.classes[v]
+        use = self.space.use.get(k)
+        if use is not None and not self.skips_use(op, v, use):
+            wanted, _ = self.spec(use)
+            if wanted != spec or partial:
+                # twice: the layout at rest first keeps the gather behind a cast that precedes it
+                path += [] if partial else [spec]
+                path.append(wanted)
+            spec, partial = wanted, False
+        read = self.space.read.get((self.op_class[op.id], slot))
+        if read is not None:
+            wanted, stays = self.spec(read)
+            if not stays and (wanted != spec or partial):
+                path.append(wanted)
+        elif partial:
+            path.append(self.whole(v))
+        return tuple(path)
+
+    def skips_use(self, op, v: int, use) -> bool:
+        """The update reads state as it lies; so do readers in the node that makes a value."""
+        if self.space.nodes[use[0]].what == "state" or v in self.state_inputs:
+            return op.phase == UPDATE
+        return self.space.node_of.get(self.op_class[op.id]) == self.space.made[self.classes[v]][0]
+
+    # -- the whole step ----------------------------------------------------------------------------
+
+    def run(self) -> Layouts:
+        graph = self.graph
+        self.state_inputs = {graph.inputs[i] for i, _ in graph.state}
+        self.leaving = self.values_leaving_their_node()
+        tables = [defaultdict(dict) for _ in range(4)]
+        self.results, self.operands, self.body_inputs, self.body_outputs = tables
+        kernels = {}
+        for op in graph.ops:
+            if "manual" in graph.kinds[op.kind].traits:
+                kernels[op.key] = self.kernel(op)
+            if self.op_class[op.id] not in self.space.node_of:
+                for slot in range(len(op.inputs)):
+                    self.put(self.operands, op.key, slot, self.on_the_way(op, slot))
+            elif graph.kinds[op.kind].primitive in MARKERS:
+                self.marker(op)
+            else:
+                self.equation(op)
+        inputs = tuple(self.at_rest(v) for v in graph.inputs)
+        outputs = [None if v < 0 else self.result(v) for v in graph.outputs]
+        for i, o in graph.state:
+            outputs[o] = inputs[i]
+        results, operands, into, out_of = map(dict, tables)
+        return Layouts(self.axes, inputs, tuple(outputs), results, operands, into, out_of, kernels)
+
+    @staticmethod
+    def put(table, key, position: int, path: tuple[Spec, ...]) -> None:
+        if path:
+            table[key][position] = path
+
+    def kernel(self, op) -> tuple[tuple[Spec, ...], tuple[Spec, ...]]:
+        """Specs of all operands and results of an op, as its node cuts them."""
+        node, kind = self.space.node_of.get(self.op_class[op.id]), self.graph.kinds[op.kind]
+
+        def spec(port: int, shape) -> Spec:
+            return ((),) * len(shape) if node is None else self.spec((node, port))[0]
+
+        shapes = (*kind.operand_shapes, *kind.result_shapes)
+        specs = tuple(spec(port, shape) for port, shape in enumerate(shapes))
+        return specs[: len(op.inputs)], specs[len(op.inputs) :]
+
+    def equation(self, op) -> None:
+        for slot in range(len(op.inputs)):
+            self.put(self.operands, op.key, slot, self.on_the_way(op, slot))
+        for r, v in enumerate(op.outputs):
+            if v < 0 or prod(self.graph.values[v].shape) <= 1 or v not in self.leaving:
+                continue
+            spec, partial = self.made(v)
+            if not partial:
+                self.put(self.results, op.key, r, (spec,))
+
+    def marker(self, op) -> None:
+        """A marker's constraints go where its value crosses into and out of the loop or branch."""
+        sub, operand, invar, outvar, result = op.spot
+        body = (*op.key, sub)
+        made, _ = self.made(op.outputs[0])
+        if prod(self.graph.values[op.outputs[0]].shape) <= 1:
+            return
+        primitive = self.graph.kinds[op.kind].primitive
+        if operand >= 0:
+            path = self.on_the_way(op, 0)
+            self.put(self.operands, op.key, operand, path)
+            self.put(self.body_inputs, body, invar, (made,))
+        if outvar >= 0:
+            slots = range(len(op.inputs)) if primitive == JOIN else (len(op.inputs) - 1,)
+            for slot in slots:
+                at = (*op.key, slot) if primitive == JOIN else body
+                spec, _ = self.spec(self.space.read[self.op_class[op.id], slot])
+                self.put(self.body_outputs, at, outvar, self.on_the_way(op, slot) or (spec,))
+        if result >= 0:
+            self.put(self.results, op.key, result, (made,))
+
+    def values_leaving_their_node(self) -> set[int]:
+        """Values that are read outside the node that makes them, or are results of the step."""
+        leaving = {v for v in self.graph.outputs if v >= 0}
+        made, classes = self.space.made, self.classes
+        node_of = self.space.node_of
+        for op in self.graph.ops:
+            node = node_of.get(self.op_class[op.id], -1)
+            for v in op.inputs:
+                if v >= 0:
+                    spot = made.get(classes[v])
+                    if spot is not None and (
+                        spot[0] != node or self.space.nodes[node].what != "cluster"
+                    ):
+                        leaving.add(v)
+        return leaving
+
+    def at_rest(self, v: int) -> Spec:
+        spot = self.space.rest.get(self.classes[v])
+        return self.whole(v) if spot is None else self.spec(spot)[0]
+
+    def result(self, v: int) -> Spec:
+        k = self.classes[v]
+        spot = self.space.outputs.get(k) or self.space.rest.get(k)
+        return self.whole(v) if spot is None else self.spec(spot)[0]

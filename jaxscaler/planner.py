@@ -1,0 +1,298 @@
+"""The driver: trace -> graph -> space -> search over meshes -> plan -> layouts.
+
+The only module that knows all stages. Each stage's seconds are in the plan.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import hashlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from jaxscaler.cache import Cache, cache_key
+from jaxscaler.cluster.cluster import Cluster
+from jaxscaler.cluster.mesh import Mesh, candidate_meshes, named_mesh
+from jaxscaler.cost.memory import live_buffers
+from jaxscaler.errors import ConstraintError, PlanError
+from jaxscaler.graph.build import build
+from jaxscaler.graph.fold import Folded, fold
+from jaxscaler.graph.ir import BATCH, STATE_ROLES, OpGraph
+from jaxscaler.graph.labels import factor_labels
+from jaxscaler.lower.emit import emit, rows_of
+from jaxscaler.lower.layouts import Layouts
+from jaxscaler.plan import Plan, Search
+from jaxscaler.program import Line
+from jaxscaler.report import describe
+from jaxscaler.search import Best, Clock, Progress, distinct_meshes, search_meshes
+from jaxscaler.space.annotations import NOBODY, Annotations, Author, pins_of
+from jaxscaler.space.build import build_space
+from jaxscaler.space.constraints import Constraints
+from jaxscaler.space.nodes import Node, Space
+from jaxscaler.space.pins import Pin, PinFilter, Pins
+from jaxscaler.space.problem import model
+from jaxscaler.trace import Traced
+from jaxscaler.why import Session
+
+MEMORY = 0.92  # share of a device's memory that a plan may fill
+TIME_LIMIT = 60.0  # seconds of search
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A traced step with its graph and its plan."""
+
+    traced: Traced
+    graph: OpGraph
+    folded: Folded
+    space: Space
+    plan: Plan
+    rows: tuple[np.ndarray, ...]
+
+    def layouts(self) -> Layouts:
+        """Specs by position: what `lower` needs."""
+        return emit(self.graph, self.folded, self.space, self.plan.axes, self.rows)
+
+    @property
+    def state_arguments(self) -> tuple[int, ...]:
+        """Indices into `traced.arg_names` of the arguments that hold state."""
+        return self._arguments(STATE_ROLES)
+
+    @property
+    def batch_arguments(self) -> tuple[int, ...]:
+        """The same of the arguments that hold batches: no state, and not scalars alone."""
+        state = self.state_arguments
+        return tuple(arg for arg in self._arguments((BATCH,), 1) if arg not in state)
+
+    def _arguments(self, roles: tuple[str, ...], rank: int = 0) -> tuple[int, ...]:
+        args = zip(self.traced.arg_of_input, (self.graph.values[v] for v in self.graph.inputs))
+        return tuple(sorted({a for a, v in args if v.role in roles and len(v.shape) >= rank}))
+
+
+@dataclass(frozen=True)
+class _Skeleton:
+    graph: OpGraph
+    folded: Folded
+    space: Space
+    fingerprint: str
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection: a big graph is all live, and walking it is dearer than making it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            if not gc.get_freeze_count():  # what was made counts as old, unwalked
+                gc.freeze()
+                gc.unfreeze()
+            gc.enable()
+
+
+@_no_collection()
+def plan_step(
+    traced: Traced,
+    cluster: Cluster,
+    *,
+    constraints: Sequence[Line] = (),
+    memory: float = MEMORY,
+    time_limit: float = TIME_LIMIT,
+    seed: int = 0,
+    merge: bool = True,
+    progress: Progress | None = None,
+    follow: Pins | None = None,
+    cache: Cache | None = None,
+    author: Author = NOBODY,
+) -> Planned:
+    """Search the plan space of a traced step on a cluster.
+
+    `memory`: share of the device's memory that may be filled. `time_limit`: seconds of search,
+    after which the best plan found is returned with its gap. `merge=False` lets equal layers
+    differ. `follow`: state lies where these pins say. `cache`: where the plan may be found from
+    earlier, and is kept. `author`: the mesh and the specs that the user says. Raises
+    InfeasibleError, saying how much memory would do, and
+    ConstraintError on a clash.
+    """
+    say = progress or (lambda phase, detail: None)
+    if isinstance(constraints, Line):
+        constraints = (constraints,)
+    if not isinstance(memory, int | float) or not 0 < memory <= 1:
+        raise ConstraintError(
+            f"memory={memory!r}: the share of a device's memory, above 0 and at most 1"
+        )
+    clock = Clock()
+    if follow is not None:
+        pinned = _pins_of_inputs(follow, traced)
+        traced = _with_roles(traced, [(traced.in_paths[i], pin.role) for i, pin in pinned.items()])
+    say("graph", f"{len(traced.jaxpr.eqns)} equations")
+    graph = build(traced)
+    clock.add("graph")
+    search = functools.partial(
+        _search_plan, traced, graph, cluster, tuple(constraints), memory, time_limit, seed, merge,
+        follow, author, clock, say,
+    )  # fmt: skip
+    if cache is None:
+        return search()
+    key = cache_key(
+        graph, cluster.to_dict(), *((str(line), line.source) for line in constraints),
+        memory, time_limit, seed, merge, follow, author,
+    )  # fmt: skip
+    kept, fault = cache.load(key)
+    if kept is not None:
+        try:
+            found = _follow(traced, graph, replace(kept, session=_Again(search)))
+            say("cache", f"the plan of an earlier search, {kept.search.seconds:.1f} s")
+            return found
+        except PlanError as error:
+            fault = f"plan cache: {error}; searched again"
+    found = search()
+    faults = [text for text in (fault, cache.store(key, found.plan)) if text]
+    return replace(found, plan=replace(found.plan, notes=(*found.plan.notes, *faults)))
+
+
+def _search_plan(
+    traced, graph, cluster, constraints, memory, time_limit, seed, merge, follow, author, clock, say
+) -> Planned:
+    said = pins_of(graph, author)
+    skeleton = _skeleton(traced, graph, merge)
+    pins = _pinned(follow, traced, skeleton)
+    own = Annotations(said, graph, skeleton.folded, skeleton.space)
+    if own.clash or (pins is not None and pins.clash):
+        skeleton = _skeleton(traced, graph, False)
+        pins = _pinned(follow, traced, skeleton)
+        own = Annotations(said, graph, skeleton.folded, skeleton.space)
+    clock.add("space")
+    limit = cluster.device.hbm_bytes * memory
+    bound = Constraints(constraints, graph, skeleton.folded, skeleton.space)
+    if author.axes is None:
+        meshes = distinct_meshes(candidate_meshes(cluster))
+    else:
+        meshes = [named_mesh(cluster, author.axes)]
+    if follow is not None:
+        if author.axes is not None and not follow.fits(meshes[0]):
+            raise PlanError(
+                f"the plan to follow is for a mesh {dict(follow.axes)}, not {meshes[0]}: leave the "
+                "mesh out, that of the plan is taken"
+            )
+        fitting = [mesh for mesh in meshes if follow.fits(mesh)]
+        meshes = fitting or [named_mesh(cluster, follow.axes)]
+
+    def keep(node: Node, rows: np.ndarray, mesh: Mesh) -> np.ndarray:
+        allowed = bound.mask(node, rows, mesh)
+        allowed = own.mask(node, rows, mesh, allowed, bound)
+        return allowed if pins is None else pins.mask(node, rows, mesh, allowed)
+
+    folded, space = skeleton.folded, skeleton.space
+    once = model(graph, folded, space, live_buffers(graph, folded))
+    clock.add("space")
+    best, tried, lower, status = search_meshes(
+        once, cluster, meshes, keep, limit, time_limit, seed, clock, say
+    )
+    clock.add("solve")
+    say("plan", f"{best.seconds:.3g} s a step on {best.priced.mesh}")
+    reported = bound.report()
+    for note in reported:
+        if note.endswith("matches nothing"):
+            warnings.warn(note, stacklevel=2)
+    search = Search(status, lower, max(0.0, 1 - lower / best.seconds) if best.seconds else 0.0,
+                    clock.total(), clock.phases(), tried)  # fmt: skip
+    plan = Plan(
+        cluster=cluster.to_dict(),
+        axes=tuple(zip(best.priced.mesh.names, best.priced.mesh.shape)),
+        decisions=describe.decisions(best.priced, best.choice),
+        tensors=describe.tensors(best.priced, best.choice),
+        traffic=describe.traffic(best.priced, best.choice, cluster.device),
+        predicted=describe.prediction(best.priced, best.choice, cluster.device, limit),
+        search=search,
+        constraints=tuple(str(line) for line in constraints),
+        notes=(*graph.notes, *reported, *describe.remarks(best.priced, best.choice)),
+        compiler_options=_compiler_options(cluster),
+        fingerprint=skeleton.fingerprint,
+        session=Session(best, seed),
+    )
+    rows = tuple(r[c] for r, c in zip(best.priced.strategies, best.choice))
+    return Planned(traced, graph, skeleton.folded, skeleton.space, plan, rows)
+
+
+def follow_plan(traced: Traced, plan: Plan) -> Planned:
+    """The planned step of a saved plan: no search. Raises PlanError where the plan does not fit."""
+    known = set(traced.in_paths)
+    traced = _with_roles(traced, [(t.path, t.role) for t in plan.tensors if t.path in known])
+    return _follow(traced, build(traced), plan)
+
+
+def _follow(traced: Traced, graph: OpGraph, plan: Plan) -> Planned:
+    skeletons = (_skeleton(traced, graph, merge) for merge in (True, False))
+    skeleton = next((s for s in skeletons if s.fingerprint == plan.fingerprint), None)
+    if skeleton is None:
+        raise PlanError(
+            "the plan was made for another step or other argument types: plan this step again"
+        )
+    decided = {d.subject: d for d in plan.decisions}
+    rows = rows_of(skeleton.space.nodes, decided, tuple(name for name, _ in plan.axes))
+    known = tuple(row for row in rows if row is not None)
+    if len(known) < len(rows):
+        missing = [n.name for n, row in zip(skeleton.space.nodes, rows) if row is None]
+        raise PlanError(f"the plan decides nothing for {missing[:3]}: plan this step again")
+    return Planned(traced, graph, skeleton.folded, skeleton.space, plan, known)
+
+
+def _skeleton(traced: Traced, graph: OpGraph, merge: bool) -> _Skeleton:
+    folded = fold(graph, merge)
+    space = build_space(graph, folded, factor_labels(graph, folded))
+    types = [(graph.values[v].shape, graph.values[v].dtype) for v in graph.inputs]
+    names = [node.name for node in space.nodes]
+    text = repr((traced.in_paths, types, traced.out_paths, len(graph.ops), names))
+    fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return _Skeleton(graph, folded, space, fingerprint)
+
+
+def _pinned(follow: Pins | None, traced: Traced, skeleton: _Skeleton) -> PinFilter | None:
+    if follow is None:
+        return None
+    pinned = _pins_of_inputs(follow, traced)
+    return PinFilter(pinned, skeleton.graph, skeleton.folded, skeleton.space)
+
+
+def _pins_of_inputs(follow: Pins, traced: Traced) -> dict[int, Pin]:
+    shapes = [aval.shape for aval in traced.in_avals]
+    return follow.of_arguments(traced.in_paths, shapes, traced.arg_of_input)
+
+
+def _with_roles(traced: Traced, roles: Sequence[tuple[str, str]]) -> Traced:
+    """The step with these roles of its arguments, by path; what the user said of them counts."""
+    return replace(traced, roles=(*roles, *traced.roles))
+
+
+def _compiler_options(cluster: Cluster) -> dict[str, Any]:
+    """What the price of hidden communication assumes of the compiler."""
+    if cluster.device.vendor == "NVIDIA":
+        return {"xla_gpu_enable_latency_hiding_scheduler": True}
+    return {}
+
+
+@dataclass(frozen=True)
+class _Again:
+    """The session of a plan that was not searched now: searches for it when it is asked."""
+
+    search: Callable[[], Planned]
+
+    @functools.cached_property
+    def session(self) -> Session:
+        return self.search().plan.session
+
+    @property
+    def best(self) -> Best:
+        return self.session.best
+
+    def why(self, plan: Plan, pattern: str) -> str:
+        return self.session.why(plan, pattern)

@@ -1,0 +1,419 @@
+"""A space on a mesh as a `StrategyProblem`: strategies, their costs, the costs between them,
+memory.
+
+Costs are integers in units of `unit` seconds, usages are bytes per device.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from jaxscaler.cluster.mesh import Mesh
+from jaxscaler.cost import compute
+from jaxscaler.cost.collective import collective_time
+from jaxscaler.cost.memory import Lives
+from jaxscaler.cost.reshard import local_bytes, reshard_time
+from jaxscaler.graph.fold import Folded
+from jaxscaler.graph.ir import SLICE, STACK, UPDATE, OpGraph
+from jaxscaler.solve.problem import INFINITY, StrategyProblem
+from jaxscaler.space import strategies as st
+from jaxscaler.space.nodes import Node, Space
+
+VECTOR = "float32"  # elementwise work; its rate hardly matters, memory binds
+RESOLUTION = 2.0**-32  # of the least conceivable step time: one cost unit
+# Share of a parameter's gather or a gradient's reduction that runs beside compute: the schedulers
+# of XLA:GPU (latency hiding) and TPU start them early; simulated devices share one queue.
+HIDDEN = {"NVIDIA": 0.6, "AMD": 0.6, "Google": 0.6}
+
+PICKING = ("gather", "slice", "dynamic_slice")  # read only what they return
+
+Filter = Callable[[Node, np.ndarray, Mesh], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """One usage entry per row group: what a node's port takes, `bytes` of the whole tensor each."""
+
+    node: int
+    port: int
+    value: int  # value class
+    nbytes: float
+    lo: int
+    hi: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Model:
+    """What pricing needs of a graph, once for all meshes."""
+
+    graph: OpGraph
+    folded: Folded
+    space: Space
+    lives: Lives
+    works: tuple[compute.Work | None, ...]  # per node; None for nodes of values
+    memory: tuple[Memory, ...]
+    fixed_bytes: int  # what every device holds whatever the plan: scalars, keys, constants
+    samples: tuple[int, ...]  # value class -> one of its values
+    instances: tuple[int, ...]  # value class -> how many values it has
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A problem and what its numbers mean."""
+
+    model: Model
+    mesh: Mesh
+    problem: StrategyProblem
+    strategies: tuple[np.ndarray, ...]  # per node [strategies, axes]; paired nodes [.., 2 axes]
+    unit: float  # seconds per cost unit
+
+    def layout(self, spot: tuple[int, int], choice: np.ndarray) -> np.ndarray:
+        """Layout row of (node, port) under a choice of strategies."""
+        node, port = spot
+        row = self.strategies[node][choice[node] : choice[node] + 1]
+        return st.layouts(self.model.space.nodes[node], port, row)[0]
+
+
+def dtype_bytes(dtype: str) -> float:
+    """Bytes per element by dtype name ("bfloat16", "int4", "bool", "key<fry>" …)."""
+    return _BYTES.get(dtype) or _bytes(dtype)
+
+
+_BYTES: dict[str, float] = {"bool": 1.0}
+
+
+def _bytes(dtype: str) -> float:
+    digits = "".join(c for c in dtype.split("_")[0] if c.isdigit())  # float8_e4m3fn -> 8
+    found = int(digits) / 8 if digits else 8.0  # a random key is two words
+    _BYTES[dtype] = found
+    return found
+
+
+def tensor_bytes(shape, dtype: str) -> float:
+    return prod(shape) * dtype_bytes(dtype)
+
+
+# -- once per graph
+# ----------------------------------------------------------------------------------
+
+
+def model(graph: OpGraph, folded: Folded, space: Space, lives: Lives) -> Model:
+    """Gather what all meshes share: the work of each node and the memory of each port."""
+    buffered = np.zeros(len(graph.values), bool)
+    buffered[lives.value] = True
+    for v in (*graph.inputs, *graph.constants):
+        buffered[v] = True
+    for _, o in graph.state:
+        if graph.outputs[o] >= 0:
+            buffered[graph.outputs[o]] = True
+    works = tuple(
+        None
+        if not node.members
+        else _op_work(graph, folded, node.members[0], buffered)
+        if node.what == "op"
+        else _cluster_work(graph, folded, space, node, buffered)
+        for node in space.nodes
+    )
+    rows = max(len(lives.moment), 1)
+    memory, fixed = _memory(graph, folded, space, lives, rows)
+    _, samples, instances = np.unique(folded.value_class, return_index=True, return_counts=True)
+    return Model(graph, folded, space, lives, works, tuple(memory), fixed,
+                 tuple(samples.tolist()), tuple(instances.tolist()))  # fmt: skip
+
+
+def _op_work(graph, folded, c: int, buffered: np.ndarray) -> compute.Work:
+    """Work of an op that is a node of its own.
+
+    A kernel streams all its operands and results; a fused op only those that lie in memory, and of
+    what it slices only as much as comes out; an alias nothing; a marker one iteration's part.
+    """
+    op = graph.ops[folded.representatives[c]]
+    kind = graph.kinds[op.kind]
+    size = {v: _value_bytes(graph, v) for v in (*op.inputs, *op.outputs) if v >= 0}
+    tensors = [(slot, v) for slot, v in enumerate(op.inputs) if v >= 0]
+    tensors += [(len(op.inputs) + r, v) for r, v in enumerate(op.outputs) if v >= 0]
+    kernel = not kind.traits & {"fusable", "marker"}
+    if kind.primitive in (SLICE, STACK):
+        tensors = tensors[-1:] if kind.primitive == SLICE else tensors[:1]
+    elif "marker" in kind.traits or "alias" in kind.traits:
+        tensors = []
+    elif not kernel:
+        tensors = [(port, v) for port, v in tensors if buffered[v]]
+    if kind.primitive in PICKING:
+        out = sum(size[v] for v in op.outputs if v >= 0)
+        size = {v: min(nbytes, out) for v, nbytes in size.items()}
+    if kind.nbytes is not None:  # as said of the kernel, shared out over its tensors
+        scale = kind.nbytes / max(sum(size[v] for _, v in tensors), 1.0)
+        size = {v: nbytes * scale for v, nbytes in size.items()}
+    return compute.Work(
+        flops=kind.flops,
+        dtype=next((d for d in kind.operand_dtypes if not d.startswith("key<")), VECTOR),
+        tensors=tuple((port, size[v]) for port, v in tensors),
+        factors=tuple(range(len(kind.rule.factors))),
+        runs=op.repeat * int(folded.multiplicity[c]),
+        kernel=kernel,
+    )
+
+
+def _cluster_work(graph, folded, space, node: Node, buffered: np.ndarray) -> compute.Work:
+    """Work of a cluster: one kernel that streams each value in memory once."""
+    streams: dict[tuple[int, int], float] = {}
+    flops = 0.0
+    for c in node.members:
+        op = graph.ops[folded.representatives[c]]
+        flops += graph.kinds[op.kind].flops
+        read = [(space.read[c, slot][1], v) for slot, v in enumerate(op.inputs) if v >= 0]
+        made = [(space.made[int(folded.value_class[v])][1], v) for v in op.outputs if v >= 0]
+        for port, v in (*read, *made):
+            if buffered[v]:
+                streams[port, int(folded.value_class[v])] = _value_bytes(graph, v)
+    first = node.members[0]
+    return compute.Work(
+        flops=flops,
+        dtype=VECTOR,
+        tensors=tuple((port, nbytes) for (port, _), nbytes in streams.items()),
+        factors=tuple(range(len(node.factors))),
+        runs=graph.ops[folded.representatives[first]].repeat * int(folded.multiplicity[first]),
+        kernel=bool(streams),
+    )
+
+
+def _value_bytes(graph: OpGraph, v: int) -> float:
+    return tensor_bytes(graph.values[v].shape, graph.values[v].dtype)
+
+
+def _memory(graph, folded, space, lives, rows) -> tuple[list[Memory], int]:
+    classes = folded.value_class.tolist()
+    entries: Counter[tuple[int, int, int, float, int, int]] = Counter()
+    fixed = 0.0
+
+    def note(v: int, spot, lo: int, hi: int) -> None:
+        value = graph.values[v]
+        entries[(*spot, classes[v], tensor_bytes(value.shape, value.dtype), lo, hi)] += 1
+
+    arguments = [(classes[v], v) for v in (*graph.inputs, *graph.constants)]
+    held = Counter(k for k, _ in arguments)
+    for k, v in dict(arguments).items():
+        spot, nbytes = space.rest.get(k), _value_bytes(graph, v)
+        if spot is None:
+            fixed += held[k] * nbytes
+        else:
+            entries[(*spot, k, nbytes, 0, rows)] += held[k]
+    for v, lo, hi in zip(lives.value.tolist(), lives.lo.tolist(), lives.hi.tolist()):
+        k = classes[v]
+        spot = space.use.get(k) or space.made.get(k)
+        if spot is not None:
+            note(v, spot, lo, hi)
+    found = _entries(entries)
+    found += _paired_reads(graph, folded, space, lives, rows)
+    return found, int(fixed)
+
+
+def _paired_reads(graph, folded, space, lives, rows) -> list[Memory]:
+    """Copies of state in the layout it is read in, from its first reader to its last."""
+    paired = {k: spot for k, spot in space.use.items() if space.nodes[spot[0]].paired}
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    classes = folded.value_class.tolist()
+    inputs = {v for v in graph.inputs if classes[v] in paired}
+    reads = graph.reads[np.isin(graph.reads[:, 2], list(inputs))]
+    for o, _, v in reads.tolist():
+        if graph.ops[o].phase != UPDATE:
+            first.setdefault(v, o)
+            last[v] = o
+    entries: Counter[tuple[int, int, int, float, int, int]] = Counter()
+    for v in inputs:
+        lo = int(np.searchsorted(lives.moment, first.get(v, 0), side="left"))
+        hi = int(np.searchsorted(lives.moment, last.get(v, 0), side="right"))
+        value = graph.values[v]
+        if hi > lo:
+            key = (*paired[classes[v]], classes[v], tensor_bytes(value.shape, value.dtype), lo, hi)
+            entries[key] += 1
+    return _entries(entries)
+
+
+def _entries(counted: Counter[tuple[int, int, int, float, int, int]]) -> list[Memory]:
+    return [
+        Memory(node, port, value, nbytes, lo, hi, count)
+        for (node, port, value, nbytes, lo, hi), count in counted.items()
+    ]
+
+
+# -- per mesh
+# ----------------------------------------------------------------------------------------
+
+
+def price(
+    model: Model, mesh: Mesh, device, limit: int | None, keep: Filter | None = None
+) -> Priced:
+    """The problem of a graph on a mesh. `keep` masks strategies out (constraints)."""
+    pricer = _Pricer(model, mesh, device, keep)
+    return pricer.run(limit)
+
+
+class _Pricer:
+    def __init__(self, model: Model, mesh: Mesh, device, keep: Filter | None):
+        self.model, self.mesh, self.device, self.keep = model, mesh, device, keep
+        self.sizes = tuple(mesh.shape)
+        self.hidden = HIDDEN.get(device.vendor, 0.0)
+        self.rows: list[np.ndarray] = []
+        self.port_layouts: dict[tuple[int, int], np.ndarray] = {}
+        self.tables: dict[tuple, np.ndarray] = {}
+        self.enumerated: dict[tuple, np.ndarray] = {}
+
+    def run(self, limit: int | None) -> Priced:
+        nodes = self.model.space.nodes
+        for node in nodes:
+            key = (node.factors, node.ports, node.paired)
+            if key not in self.enumerated:
+                self.enumerated[key] = st.strategies(node, self.sizes)
+            rows = self.enumerated[key]
+            if self.keep is not None:
+                rows = rows[self.keep(node, rows, self.mesh)]
+            self.rows.append(rows)
+        costs = [self.node_cost(i) for i in range(len(nodes))]
+        matrices = self.edge_costs(costs)
+        ideal = sum(float(c[np.isfinite(c)].min()) for c in costs if np.isfinite(c).any())
+        unit = max(ideal, 1e-9) * RESOLUTION
+        problem = self.assemble(costs, matrices, unit, limit)
+        return Priced(self.model, self.mesh, problem, tuple(self.rows), unit)
+
+    def layouts(self, node: int, port: int) -> np.ndarray:
+        found = self.port_layouts.get((node, port))
+        if found is None:
+            found = st.layouts(self.model.space.nodes[node], port, self.rows[node])
+            self.port_layouts[node, port] = found
+        return found
+
+    def local(self, node: int, port: int) -> np.ndarray:
+        """Share of a port's tensor on one device, [strategies]."""
+        shape = (1,) * len(self.model.space.nodes[node].ports[port].dims)
+        return local_bytes(self.mesh, shape, 1.0, self.layouts(node, port))
+
+    def node_cost(self, i: int) -> np.ndarray:
+        node, rows = self.model.space.nodes[i], self.rows[i]
+        cost = np.zeros(len(rows))
+        work = self.model.works[i]
+        if work is not None:
+            parts = st.parts(node, rows, self.sizes)
+            local = {port: self.local(i, port) for port, _ in work.tensors}
+            cost += compute.seconds(work, parts, local, self.device)
+        if node.what == "op":
+            cost += self.eager(i)
+        if node.what == "batch":
+            (k,) = node.values
+            value = self.model.graph.values[self.model.samples[k]]
+            fed = tensor_bytes(value.shape, value.dtype) * self.local(i, 0)
+            cost += self.model.instances[k] * fed / self.device.host_bandwidth
+        if node.paired:
+            (k,) = node.values
+            value = self.model.graph.values[self.model.samples[k]]
+            nbytes = tensor_bytes(value.shape, value.dtype)
+            table = self.reshard(value.shape, nbytes, self.layouts(i, 0), self.layouts(i, 1))
+            count = self.model.instances[k]
+            cost += np.diagonal(table) * count * (1 - self.hidden)
+        return cost
+
+    def eager(self, i: int) -> np.ndarray:
+        """What is contracted by other than a sum combines at once: all-reduce each result."""
+        node, rows = self.model.space.nodes[i], self.rows[i]
+        out = np.zeros(len(rows))
+        columns = st.eager_reductions(node, rows)
+        if not columns:
+            return out
+        (c,) = node.members
+        op = self.model.graph.ops[self.model.folded.representatives[c]]
+        runs = op.repeat * int(self.model.folded.multiplicity[c])
+        for r, v in enumerate(op.outputs):
+            if v < 0:
+                continue
+            value = self.model.graph.values[v]
+            port = len(op.inputs) + r
+            nbytes = tensor_bytes(value.shape, value.dtype) * self.local(i, port)
+            for a, f in columns:
+                time = collective_time("all_reduce", self.mesh.axes[a], nbytes)
+                out += np.where(rows[:, a] == f, time, 0.0) * runs
+        return out
+
+    def reshard(self, shape, nbytes, src, dst) -> np.ndarray:
+        key = (tuple(shape), nbytes, src.tobytes(), dst.tobytes())
+        found = self.tables.get(key)
+        if found is None:
+            a, ia = np.unique(src, axis=0, return_inverse=True)
+            b, ib = np.unique(dst, axis=0, return_inverse=True)
+            table = reshard_time(self.mesh, tuple(shape), nbytes, a, b)
+            found = self.tables[key] = table[np.ix_(ia.ravel(), ib.ravel())]
+        return found
+
+    def edge_costs(self, costs: list[np.ndarray]) -> dict[tuple[int, int], np.ndarray]:
+        """Sum the edges between each pair of nodes; what has one end goes into `costs`."""
+        found: dict[tuple[int, int], np.ndarray] = {}
+        for edge in self.model.space.edges:
+            value = self.model.graph.values[self.model.samples[edge.value]]
+            nbytes = tensor_bytes(value.shape, value.dtype)
+            weight = edge.times * ((1 - self.hidden) if edge.state else 1.0)
+            src = self.layouts(edge.src, edge.src_port)
+            if edge.dst < 0:
+                dst = np.full((1, len(self.sizes)), st.UNUSED)
+                costs[edge.src] = (
+                    costs[edge.src] + weight * self.reshard(value.shape, nbytes, src, dst)[:, 0]
+                )
+                continue
+            table = self.reshard(value.shape, nbytes, src, self.layouts(edge.dst, edge.dst_port))
+            if edge.src == edge.dst:
+                costs[edge.src] = costs[edge.src] + weight * np.diagonal(table)
+                continue
+            i, j = edge.src, edge.dst
+            if i > j:
+                i, j, table = j, i, table.T
+            old = found.get((i, j))
+            found[i, j] = weight * table if old is None else old + weight * table
+        return found
+
+    def assemble(self, costs, matrices, unit, limit) -> StrategyProblem:
+        def integers(x: np.ndarray) -> np.ndarray:
+            with np.errstate(invalid="ignore"):
+                scaled = np.rint(np.where(np.isfinite(x), x / unit, 0)).astype(np.int64)
+            return np.where(np.isfinite(x), scaled, INFINITY)
+
+        def pointers(lengths) -> np.ndarray:
+            return np.concatenate(([0], np.cumsum(np.array(lengths, np.int64)))).astype(np.int64)
+
+        pairs = list(matrices)
+        usages, node, lo, hi = self.usages()
+        budget = None if limit is None else int(limit) - self.model.fixed_bytes
+        return StrategyProblem(
+            name=str(self.mesh),
+            node_ptr=pointers([len(c) for c in costs]),
+            node_costs=integers(np.concatenate(costs)),
+            edge_nodes=np.array(pairs, np.int64).reshape(-1, 2),
+            edge_ptr=pointers([m.size for m in matrices.values()]),
+            edge_costs=integers(np.concatenate([m.ravel() for m in matrices.values()]))
+            if pairs else np.zeros(0, np.int64),
+            usage_node=node, usage_lo=lo, usage_hi=hi,
+            usage_ptr=pointers([len(u) for u in usages]),
+            usages=np.concatenate(usages) if usages else np.zeros(0, np.int64),
+            usage_limit=budget,
+        )  # fmt: skip
+
+    def usages(self):
+        """Usage entries, those of one node and one interval summed."""
+        total: dict[tuple[int, int, int], np.ndarray] = {}
+        for m in self.model.memory:
+            node = self.model.space.nodes[m.node]
+            nbytes = m.nbytes * self.local(m.node, m.port) * m.count
+            if node.paired and m.port == 1:  # no second copy when it is read as it lies
+                same = (self.layouts(m.node, 0) == self.layouts(m.node, 1)).all(axis=1)
+                nbytes = np.where(same, 0.0, nbytes)
+            key = (m.node, m.lo, m.hi)
+            old = total.get(key)
+            total[key] = nbytes if old is None else old + nbytes
+        keys = np.array(list(total), np.int64).reshape(-1, 3)
+        usages = [np.ceil(u).astype(np.int64) for u in total.values()]
+        return usages, keys[:, 0], keys[:, 1], keys[:, 2]
