@@ -1,4 +1,4 @@
-# make demo | test | lint | bench-quick | clean. Needs Python 3.11 or later, and makes its own .venv.
+# make demo | test | test-aot | lint | bench-quick | clean. Needs Python 3.11 or later, and makes its own .venv.
 
 PYTHON ?= python3
 WORKERS ?= 2
@@ -7,13 +7,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
-.PHONY: demo test lint bench-quick clean
+.PHONY: demo test test-aot lint bench-quick clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not aot"
+
+# With the compilers of TPUs and NVIDIA GPUs (1.2 GB, no such device is needed); minutes a test.
+test-aot: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,tpu,gpu]'
+	$(BIN)/python -m pytest -m aot
 
 lint: $(STAMP)
 	$(BIN)/ruff check

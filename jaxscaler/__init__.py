@@ -1,24 +1,117 @@
-"""jaxscaler: plans how a single-device JAX train step runs on a cluster, and runs it."""
+"""jaxscaler: plans how a single-device JAX train step runs on a cluster, and runs it.
 
-from jaxscaler.api import ParallelStep, parallelize, plan
-from jaxscaler.cluster.cluster import Cluster
-from jaxscaler.errors import (
-    ClusterError,
-    ConstraintError,
-    InfeasibleError,
-    JaxscalerError,
-    PlanError,
-    SolveError,
-    TraceError,
-)
-from jaxscaler.graph.registry import register_rule
-from jaxscaler.plan import Plan
-from jaxscaler.program import ALL, ANY, Replicate, Split, forbid, op_assign, op_trans, ops, values
+Names are looked up when they are first used, so that `jaxscaler.solve` comes without JAX.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "ALL", "ANY", "Cluster", "ClusterError", "ConstraintError", "InfeasibleError", "JaxscalerError",
-    "ParallelStep", "Plan", "PlanError", "Replicate", "SolveError", "Split", "TraceError", "forbid",
-    "op_assign", "op_trans", "ops", "parallelize", "plan", "register_rule", "values",
-]  # fmt: skip
+# A public name takes two rows: the module that has it here, and its import for type checkers below.
+_MODULE = {
+    "ALL": "program",
+    "ANY": "program",
+    "Cast": "program",
+    "Cluster": "cluster.cluster",
+    "ClusterError": "errors",
+    "ConstraintError": "errors",
+    "HBM": "program",
+    "HOST": "program",
+    "InfeasibleError": "errors",
+    "JaxscalerError": "errors",
+    "Kernel": "program",
+    "NOWHERE": "program",
+    "ParallelStep": "api",
+    "Plan": "plan",
+    "PlanError": "errors",
+    "Replicate": "program",
+    "SAME_DEVICE": "program",
+    "SolveError": "errors",
+    "Split": "program",
+    "Stage": "program",
+    "TraceError": "errors",
+    "dump_program": "program_text",
+    "forbid": "program",
+    "grad": "grad",
+    "hole": "holes",
+    "if_possible": "program",
+    "op_assign": "program",
+    "op_order": "program",
+    "op_trans": "program",
+    "ops": "program",
+    "parallelize": "api",
+    "plan": "api",
+    "read_program": "program_text",
+    "region": "program",
+    "register_rule": "graph.registry",
+    "value_and_grad": "grad",
+    "values": "program",
+}
+
+if TYPE_CHECKING:
+    from jaxscaler.api import ParallelStep as ParallelStep
+    from jaxscaler.api import parallelize as parallelize
+    from jaxscaler.api import plan as plan
+    from jaxscaler.cluster.cluster import Cluster as Cluster
+    from jaxscaler.errors import ClusterError as ClusterError
+    from jaxscaler.errors import ConstraintError as ConstraintError
+    from jaxscaler.errors import InfeasibleError as InfeasibleError
+    from jaxscaler.errors import JaxscalerError as JaxscalerError
+    from jaxscaler.errors import PlanError as PlanError
+    from jaxscaler.errors import SolveError as SolveError
+    from jaxscaler.errors import TraceError as TraceError
+    from jaxscaler.grad import grad as grad
+    from jaxscaler.grad import value_and_grad as value_and_grad
+    from jaxscaler.graph.registry import register_rule as register_rule
+    from jaxscaler.holes import hole as hole
+    from jaxscaler.plan import Plan as Plan
+    from jaxscaler.program import ALL as ALL
+    from jaxscaler.program import ANY as ANY
+    from jaxscaler.program import HBM as HBM
+    from jaxscaler.program import HOST as HOST
+    from jaxscaler.program import NOWHERE as NOWHERE
+    from jaxscaler.program import SAME_DEVICE as SAME_DEVICE
+    from jaxscaler.program import Cast as Cast
+    from jaxscaler.program import Kernel as Kernel
+    from jaxscaler.program import Replicate as Replicate
+    from jaxscaler.program import Split as Split
+    from jaxscaler.program import Stage as Stage
+    from jaxscaler.program import forbid as forbid
+    from jaxscaler.program import if_possible as if_possible
+    from jaxscaler.program import op_assign as op_assign
+    from jaxscaler.program import op_order as op_order
+    from jaxscaler.program import op_trans as op_trans
+    from jaxscaler.program import ops as ops
+    from jaxscaler.program import region as region
+    from jaxscaler.program import values as values
+    from jaxscaler.program_text import dump_program as dump_program
+    from jaxscaler.program_text import read_program as read_program
+else:
+    __all__ = sorted(_MODULE)
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = getattr(import_module(f"{__name__}.{_MODULE[name]}"), name)
+        globals()[name] = found
+        return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULE})
+
+
+class _Package(ModuleType):
+    """Keeps a module of the package from taking the place of a public name, as plan.py would."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _MODULE and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

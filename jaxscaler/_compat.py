@@ -503,7 +503,154 @@ def inside_mesh(mesh):
     if isinstance(mesh, jax.sharding.Mesh):
         mesh = mesh.abstract_mesh
     if not isinstance(mesh, jax.sharding.AbstractMesh):
-        names, sizes = zip(*mesh.items())
-        auto = (jax.sharding.AxisType.Auto,) * len(names)
-        mesh = jax.sharding.AbstractMesh(sizes, names, axis_types=auto)
+        mesh = abstract_mesh(tuple(mesh.items()))
     return jax.sharding.use_abstract_mesh(mesh)
+
+
+def abstract_mesh(axes):
+    """A mesh of no devices with `axes` ((name, size), major first) in Auto mode."""
+    names, sizes = zip(*axes)
+    auto = (jax.sharding.AxisType.Auto,) * len(names)
+    return jax.sharding.AbstractMesh(sizes, names, axis_types=auto)
+
+
+def in_mesh_context(jaxpr) -> bool:
+    """Whether a step was traced where a mesh was set."""
+    eqns = open_jaxpr(jaxpr)[0].eqns
+    return bool(eqns) and not eqns[0].ctx.cur_abstract_mesh.empty
+
+
+# --- compiling a program for devices that are not there ----------------------------------------
+
+
+def module_bytes(lowered) -> bytes:
+    """The StableHLO of a `jax.stages.Lowered`, as MLIR bytecode that this version reads back."""
+    from jax._src.interpreters import mlir
+
+    return mlir.module_to_bytecode(lowered.compiler_ir("stablehlo"))
+
+
+def parse_module(code: bytes):
+    """The MLIR module of `module_bytes`, in a context of its own."""
+    from jax._src.interpreters import mlir
+    from jax.extend.mlir import ir
+
+    with mlir.make_ir_context():
+        return ir.Module.parse(code)
+
+
+def compile_module(module, devices, compiler_options):
+    """The XLA executable of a module on a grid of devices (of a topology, or present); not loaded
+    where they are not there. Arguments and results without a sharding are XLA's to lay out."""
+    from jax._src import compiler
+    from jax._src.interpreters import pxla
+    from jax._src.lib import _jax
+    from jax.extend.mlir import ir
+
+    functions = [view.operation for view in module.body.operations]
+    main = next(f for f in functions if str(f.attributes["sym_name"]) == '"main"')
+    kind = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value)
+
+    def free(name: str, count: int) -> list[bool]:
+        if name not in main.attributes:
+            return [True] * count
+        each = ir.ArrayAttr(main.attributes[name])
+        return ["sdy.sharding" not in ir.DictAttr(attributes) for attributes in each]
+
+    backend, flat = devices.flat[0].client, devices.reshape(-1)
+    options = pxla.create_compile_options(
+        module, False, free("arg_attrs", len(kind.inputs)), free("res_attrs", len(kind.results)),
+        backend, flat, dict(compiler_options),
+    )  # fmt: skip
+    with module.context:
+        return compiler.backend_compile_and_load(
+            backend, module, _jax.DeviceList(tuple(flat)), options, []
+        )
+
+
+def topology_devices(platform: str, name: str, options: dict[str, Any]) -> list:
+    """The devices of a topology that need not be there, of a platform whose plugin is installed."""
+    from jax.experimental import topologies
+
+    return list(topologies.get_topology_desc(name, platform, **options).devices)
+
+
+# --- rewriting forward jaxprs -----------------------------------------------------------------
+
+
+def is_literal(atom) -> bool:
+    """Whether an operand stands in the jaxpr itself."""
+    return isinstance(atom, jex.Literal)
+
+
+def is_dropped(var) -> bool:
+    """Whether a result of an equation is thrown away."""
+    return isinstance(var, jex.DropVar)
+
+
+def in_scope(eqn, name: str):
+    """`eqn` with `name` last in its name stack."""
+    info = eqn.source_info
+    return eqn.replace(source_info=info.replace(name_stack=info.name_stack.extend(name)))
+
+
+@contextlib.contextmanager
+def where_it_stands(eqn) -> Iterator[None]:
+    """A context in which what is bound has the names, source line and settings of `eqn`."""
+    from jax._src import source_info_util  # as `jax.core.eval_jaxpr` does it
+
+    info = eqn.source_info
+    stack = source_info_util.current_name_stack() + info.name_stack
+    with source_info_util.user_context(info.traceback, name_stack=stack), eqn.ctx.manager:
+        yield
+
+
+def bind_where_it_stands(eqn, args) -> list:
+    """Results of `eqn` on `args`, with its names and source line; custom rules stay whole."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    with where_it_stands(eqn):
+        results = eqn.primitive.bind(*args, **params)
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def last_uses(jaxpr) -> dict:
+    """Per variable, the last equation that reads it; those of results, the number of equations."""
+    found = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.invars if not is_literal(v)}
+    found.update((v, len(jaxpr.eqns)) for v in jaxpr.outvars if not is_literal(v))
+    return found
+
+
+def closed_over_nothing(jaxpr, invars, eqns, outvars):
+    """A closed jaxpr of some equations of `jaxpr`."""
+    effects = {effect for eqn in eqns for effect in eqn.effects}
+    part = jaxpr.replace(
+        constvars=[],
+        invars=invars,
+        outvars=outvars,
+        eqns=eqns,
+        effects=effects,
+        debug_info=jaxpr.debug_info.with_unknown_names(),
+    )
+    return jex.ClosedJaxpr(part, ())
+
+
+def changes_nothing(eqn) -> bool:
+    """Whether an equation only hands its operand on: a name, a rounding to what it is already."""
+    if eqn.primitive.name != "reduce_precision":
+        return eqn.primitive.name == "name"
+    info = jax.numpy.finfo(eqn.invars[0].aval.dtype)
+    bits = eqn.params["exponent_bits"], eqn.params["mantissa_bits"]
+    return bits == (info.nexp, info.nmant)
+
+
+planning = jax.make_user_context(None)  # what the step is traced for; caches of jit tell it apart
+
+
+def custom_jvp_rule(eqn, zeros: tuple[bool, ...]):
+    """(closed jaxpr, zeros of the results) of the derivative rule of a `custom_jvp_call`.
+
+    `zeros`: which operands have no tangent. The jaxpr takes the operands, then the tangents that
+    there are, and gives the results, then their tangents that are not zero.
+    """
+    jaxpr, consts, out_zeros = eqn.params["jvp_jaxpr_fun"].call_wrapped(*zeros)
+    return jex.ClosedJaxpr(jaxpr, tuple(consts)), tuple(out_zeros)

@@ -12,14 +12,17 @@ from jaxscaler.cache import find_cache
 from jaxscaler.cluster.cluster import Cluster
 from jaxscaler.parallel import ParallelStep, as_cluster, author_of, nnx_for, traced_step
 from jaxscaler.plan import Plan
-from jaxscaler.program import Line
+from jaxscaler.program import Statement
+from jaxscaler.trace import refuse_other_devices
+from jaxscaler.verify.loop import until_it_fits
+from jaxscaler.verify.report import verified
 
 
 def plan(
     step: Callable,
     *args: Any,
     cluster: str | Cluster,
-    constraints: Sequence[Line] = (),
+    constraints: Sequence[Statement | Plan] | Plan | str | Path = (),
     memory: float = planner.MEMORY,
     time_limit: float = planner.TIME_LIMIT,
     seed: int = 0,
@@ -28,36 +31,59 @@ def plan(
     cache: bool | str | Path = True,
     mesh: Any = None,
     specs: Mapping[str, Any] = {},
+    verify: bool = False,
     **kwargs: Any,
 ) -> Plan:
     """Plan a train step for a cluster; no device of it needs to be present.
 
     `args` and `kwargs` are the step's, arrays or `jax.ShapeDtypeStruct`s. `cluster`: such as
-    "h100:8x4", or a `Cluster`. `memory`: the share of a device's memory that may be filled.
+    "h100:8x4", or a `Cluster`. `constraints`: lines of the language (docs/language.md), or the path
+    of a YAML file of them; a `Plan` among them is kept wherever it still fits. `memory`: the share
+    of a device's memory that may be filled.
     `time_limit`: seconds of search; what is left open then is in `plan.search.gap`. `roles`: what
     arguments are, by globs of their paths, where data flow does not tell: {"frozen/*": "parameter"}
     (or "optimizer", "batch", "rng"; of several that match, the last counts). `cache`: whether, or
     in which folder, plans are kept for the next start of the program (see `jaxscaler.cache`).
     `mesh`: the only mesh to be searched, a `jax.sharding.Mesh` or {name: size}, major first; the
     plan's axes have its names, and sharding constraints in the step, which speak of them, are kept.
-    `specs`: where arguments lie at rest, {glob of paths: `PartitionSpec` on that mesh}.
+    `specs`: where arguments lie at rest, {glob of paths: `PartitionSpec` on that mesh}. `verify`:
+    compile the planned step with the cluster's own compiler, and plan again, with what was learned
+    of its temporaries, until it fits; see docs/verify.md.
     """
     author, cluster = author_of(mesh, specs), as_cluster(cluster)
-    if nnx := nnx_for(step, (args, kwargs)):
+    nnx = nnx_for(step, (args, kwargs))
+    if nnx:
         args, kwargs, _ = nnx.take_call(step, args, kwargs)
         step = nnx.functional(step)
-    found = planner.plan_step(
-        traced_step(step, args, kwargs, roles, mesh, cluster.device),
+    traced = traced_step(step, args, kwargs, roles, mesh, cluster.device)
+    refuse_other_devices(traced.jaxpr, cluster.num_devices)
+    search = functools.partial(
+        planner.plan_step,
+        traced,
         cluster,
-        author=author,
+        author=nnx.with_own_words(author, traced) if nnx else author,
         constraints=constraints,
-        memory=memory,
         time_limit=time_limit,
         seed=seed,
         progress=progress,
         cache=find_cache(cache),
     )
-    return found.plan
+    if not verify:
+        return search(memory=memory).plan
+    return until_it_fits(
+        search, cluster, memory, functools.partial(verified, progress=progress)
+    ).plan
+
+
+def with_step(plan: Plan, step: Callable, *args: Any, mesh: Any = None, **kwargs: Any) -> Plan:
+    """A plan that was read from a file, with the step and arguments that it was made for, so that
+    it can be audited and verified. PlanError where they are others. `mesh` as in `plan`.
+    """
+    if nnx := nnx_for(step, (args, kwargs)):
+        args, kwargs, _ = nnx.take_call(step, args, kwargs)
+        step = nnx.functional(step)
+    device = Cluster.from_dict(plan.cluster).device
+    return planner.follow_plan(traced_step(step, args, kwargs, {}, mesh, device), plan).plan
 
 
 def parallelize(step: Callable | None = None, /, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The command line: `jaxscaler plan | show | solve`.
+"""The command line: `jaxscaler plan | compare | verify | show | solve`.
 
 Results go to stdout, progress and errors to stderr. Exit status: 0 done; 2 bad usage or input; 3 no
 plan or choice is feasible; 1 any other error.
@@ -15,7 +15,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,20 +25,21 @@ from rich.console import Console
 from rich.text import Text
 
 import jaxscaler
-from jaxscaler import planner, recipes
+from jaxscaler import planner
 from jaxscaler.api import plan as plan_step
+from jaxscaler.api import with_step
 from jaxscaler.cluster.cluster import Cluster
+from jaxscaler.compare import as_data, compare, comparison_table
 from jaxscaler.errors import ClusterError, InfeasibleError, JaxscalerError, PlanError, SolveError
 from jaxscaler.plan import Plan
+from jaxscaler.program import Statement
+from jaxscaler.program_text import dump_program, read_program
+from jaxscaler.recipes import RECIPES
 from jaxscaler.solve import Solution, StrategyProblem, solve
 from jaxscaler.solve.iopddl import read_problem, write_problem
+from jaxscaler.verify.worker import TIMEOUT
 
 DONE, FAILED, BAD_INPUT, INFEASIBLE, INTERRUPTED = 0, 1, 2, 3, 130
-RECIPES: Mapping[str, Callable[[], list]] = {
-    "data_parallel": recipes.data_parallel,
-    "zero": recipes.zero,
-    "tensor_parallel": recipes.tensor_parallel,
-}
 WORDS = {"true": True, "false": False, "none": None}
 Report = Callable[[str, str], None]  # (phase, detail)
 
@@ -89,28 +90,46 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("plan", help="plan a train step; no device of it is needed")
     command.set_defaults(run=_plan)
-    command.add_argument(
-        "target", help="MODULE:FUNCTION that returns a workload: an object with step, state, batch"
-    )
-    command.add_argument("--cluster", required=True, help="such as h100:8x4, or a file NAME.toml")
-    command.add_argument("--size", help="the workload's size")
-    command.add_argument("--batch", type=_positive_int, help="samples per step")
-    command.add_argument("--seq", type=_positive_int, help="tokens per sample")
-    command.add_argument(
-        "--set", metavar="KEY=VALUE", action="append", default=[], type=_setting, dest="settings",
-        help="any other argument of FUNCTION; may be given again",
-    )  # fmt: skip
+    _add_target(command)
     command.add_argument(
         "--recipe", choices=RECIPES, action="extend", nargs="+", default=[], help="constrain to it"
     )
-    command.add_argument(
-        "--memory", type=_share, default=planner.MEMORY, metavar="SHARE",
-        help="of a device's memory that may be filled (default: %(default)s)",
-    )  # fmt: skip
     command.add_argument("--out", type=Path, metavar="FILE", help="write the plan here as JSON")
     command.add_argument(
         "--export-problem", type=Path, metavar="FILE",
         help="write the strategy problem of the plan's mesh here (.json or .json.gz)",
+    )  # fmt: skip
+    command.add_argument(
+        "--verify", action="store_true",
+        help="compile with the cluster's compiler, and plan again until the step fits",
+    )  # fmt: skip
+    _add_search(command, planner.TIME_LIMIT)
+
+    command = commands.add_parser(
+        "verify", help="compile a planned step with a cluster's own compiler; none of it is needed"
+    )
+    command.set_defaults(run=_verify)
+    command.add_argument("file", type=Path, help="the plan, as `jaxscaler plan --out` writes it")
+    _add_workload(command)
+    command.add_argument(
+        "--for", metavar="CLUSTER", dest="compiled_for", help="default: the plan's own cluster"
+    )
+    command.add_argument(
+        "--audit", action="store_true", help="ask the partitioner alone, which takes seconds"
+    )
+    command.add_argument(
+        "--timeout", type=_positive_float, default=TIMEOUT, metavar="SECONDS",
+        help="of compiling (default: %(default)s)",
+    )  # fmt: skip
+    command.add_argument("--json", action="store_true", help="print the result as JSON")
+    command.add_argument("--quiet", action="store_true", help="no progress")
+
+    command = commands.add_parser("compare", help="well-known plans beside the searched one")
+    command.set_defaults(run=_compare)
+    _add_target(command)
+    command.add_argument(
+        "--recipe", choices=RECIPES, action="extend", nargs="+", default=[],
+        help="to be compared (default: all)",
     )  # fmt: skip
     _add_search(command, planner.TIME_LIMIT)
 
@@ -119,13 +138,41 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("file", type=Path)
     form = command.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print the plan as JSON")
-    form.add_argument("--program", action="store_true", help="print the plan as a program")
+    form.add_argument(
+        "--program", action="store_true", help="print the plan as a program (for --constraints)"
+    )
 
     command = commands.add_parser("solve", help="solve a strategy problem (IOPDDL JSON)")
     command.set_defaults(run=_solve)
     command.add_argument("file", type=Path)
     _add_search(command, planner.TIME_LIMIT)
     return parser
+
+
+def _add_workload(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "target", help="MODULE:FUNCTION that returns a workload: an object with step, state, batch"
+    )
+    command.add_argument("--size", help="the workload's size")
+    command.add_argument("--batch", type=_positive_int, help="samples per step")
+    command.add_argument("--seq", type=_positive_int, help="tokens per sample")
+    command.add_argument(
+        "--set", metavar="KEY=VALUE", action="append", default=[], type=_setting, dest="settings",
+        help="any other argument of FUNCTION; may be given again",
+    )  # fmt: skip
+
+
+def _add_target(command: argparse.ArgumentParser) -> None:
+    _add_workload(command)
+    command.add_argument("--cluster", required=True, help="such as h100:8x4, or a file NAME.toml")
+    command.add_argument(
+        "--constraints", type=Path, action="append", default=[], metavar="FILE",
+        help="of lines of the language as YAML; may be given again",
+    )  # fmt: skip
+    command.add_argument(
+        "--memory", type=_share, default=planner.MEMORY, metavar="SHARE",
+        help="of a device's memory that may be filled (default: %(default)s)",
+    )  # fmt: skip
 
 
 def _add_search(command: argparse.ArgumentParser, time_limit: float) -> None:
@@ -181,24 +228,12 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    if not os.environ.get("JAX_PLATFORMS"):
-        # Only abstract values are planned with: leave the accelerators of this host alone.
-        jax.config.update("jax_platforms", "cpu")
-    cluster = _cluster(args.cluster)
     for path in (args.out, args.export_problem):
         if path is not None:
             _check_writable(path)
-    given = {key: getattr(args, key) for key in ("size", "batch", "seq")}
-    settings = [*((k, v) for k, v in given.items() if v is not None), *args.settings]
+    recipes = [line for name in args.recipe for line in RECIPES[name]()]
     with _progress(args.quiet) as report:
-        report("trace", args.target)
-        work = _workload(args.target, settings)
-        batch = work.batch if isinstance(work.batch, tuple) else (work.batch,)
-        found = plan_step(
-            work.step, work.state, *batch,
-            cluster=cluster, constraints=[line for name in args.recipe for line in RECIPES[name]()],
-            memory=args.memory, time_limit=args.time_limit, seed=args.seed, progress=report,
-        )  # fmt: skip
+        found = _searched(args, recipes, report, verify=args.verify)
     if args.export_problem is not None:
         problem = found.session.best.priced.problem
         _write(args.export_problem, lambda path: write_problem(problem, path))
@@ -208,13 +243,68 @@ def _plan(args: argparse.Namespace) -> int:
     return DONE
 
 
+def _compare(args: argparse.Namespace) -> int:
+    with _progress(args.quiet) as report:
+        found = _searched(args, [], report, cache=False)
+        names = args.recipe or RECIPES
+        rows = compare(found, {name: RECIPES[name]() for name in names}, report)
+    if args.json:
+        print(json.dumps(as_data(rows)))
+    else:
+        Console().print(comparison_table(rows))
+    return DONE
+
+
+def _verify(args: argparse.Namespace) -> int:
+    plan = Plan.load(args.file)
+    cluster = None if args.compiled_for is None else _cluster(args.compiled_for)
+    with _progress(args.quiet) as report:
+        work, batch = _traceable(args, report)
+        plan = with_step(plan, work.step, work.state, *batch)
+        if args.audit:
+            audit = plan.audit()
+        else:
+            found = plan.verify(cluster, timeout=args.timeout, progress=report)
+    if args.audit:
+        print(json.dumps(audit.to_dict()) if args.json else audit)
+        return DONE
+    print(json.dumps(found.to_dict()) if args.json else found)
+    return {True: DONE, False: INFEASIBLE, None: FAILED}[found.fits]
+
+
+def _searched(
+    args: argparse.Namespace, lines: Sequence[Statement], report: Report, **options: Any
+) -> Plan:
+    """The plan of the target, under the constraints that are named and `lines`."""
+    cluster = _cluster(args.cluster)
+    written = [line for path in args.constraints for line in read_program(path)]
+    work, batch = _traceable(args, report)
+    return plan_step(
+        work.step, work.state, *batch,
+        cluster=cluster, constraints=[*written, *lines], memory=args.memory,
+        time_limit=args.time_limit, seed=args.seed, progress=report, **options,
+    )  # fmt: skip
+
+
+def _traceable(args: argparse.Namespace, report: Report) -> tuple[Any, tuple]:
+    """(the workload that is named, its batch as arguments of the step)."""
+    if not os.environ.get("JAX_PLATFORMS"):
+        # Only abstract values are planned with: leave the accelerators of this host alone.
+        jax.config.update("jax_platforms", "cpu")
+    given = {key: getattr(args, key) for key in ("size", "batch", "seq")}
+    settings = [*((k, v) for k, v in given.items() if v is not None), *args.settings]
+    report("trace", args.target)
+    work = _workload(args.target, settings)
+    return work, work.batch if isinstance(work.batch, tuple) else (work.batch,)
+
+
 def _show(args: argparse.Namespace) -> int:
     try:
         found = Plan.load(args.file)
     except UnicodeDecodeError as error:
         raise UsageError(f"{args.file}: not text: {error}") from error
     if args.program:
-        print("\n".join(found.program()))
+        print(dump_program(found.program()), end="")
     else:
         _print_plan(found, args.json)
     return DONE

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class JaxscalerError(ValueError):
-    """Base of every error that jaxscaler raises on purpose."""
+    """Base of every error that jaxscaler raises on purpose.
+
+    `session`: the search that came to it, where there was one; it can be asked for an explanation.
+    """
+
+    session: Any = None
 
 
 class TraceError(JaxscalerError):
@@ -25,6 +32,10 @@ class InfeasibleError(JaxscalerError):
 
 class PlanError(JaxscalerError):
     """A plan does not belong to this step, cluster or version, or was not achieved."""
+
+
+class RewriteError(JaxscalerError):
+    """A change of the forward pass would change what it computes; the operation is named."""
 
 
 class SolveError(JaxscalerError):

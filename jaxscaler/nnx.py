@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
+from flax.core import spmd
 from flax.nnx.graphlib import IndexMap, RefMap, is_graph_node
 
 from jaxscaler import _compat
@@ -132,6 +134,29 @@ def renew(references: RefMap, stepped: Stepped) -> Any:
     return _objects(stepped.result, index, known)
 
 
+def unsharded() -> Any:
+    """A context in which Variables are made without a mesh, whatever they say of one."""
+    return nnx.use_eager_sharding(False)
+
+
+def with_own_words(author: Any, traced: Any) -> Any:
+    """An `Author`, and what the Variables among a step's arguments say of how they lie.
+
+    Without a mesh they are left out, with a warning.
+    """
+    said = _said_of(jax.tree.unflatten(traced.in_tree, range(len(traced.in_paths))))
+    if said and author.axes is None:
+        i, _, words = said[0]
+        warnings.warn(
+            f"{words} ({traced.in_paths[i]}) speaks of a mesh that the search does not know: what "
+            f"{len(said)} Variables say is left to the search. mesh= keeps it",
+            stacklevel=2,
+        )
+        return author
+    own = ((traced.in_paths[i], _compat.spec_dims(spec), words) for i, spec, words in said)
+    return replace(author, own=tuple(own))
+
+
 def functional(step: Callable) -> Callable:
     """`step` as a function of Graphs that returns `Stepped`; it keeps its name and signature.
 
@@ -190,6 +215,41 @@ def _objects(tree, index: IndexMap, known: IndexMap | None = None):
         tree,
         is_leaf=lambda x: isinstance(x, Graph),
     )
+
+
+def _said_of(tree: Any) -> list[tuple[int, jax.sharding.PartitionSpec, str]]:
+    """What Variables say of how they lie, of a tree of numbered leaves: (number, spec, in words).
+
+    That is their `out_sharding` (`nnx.with_partitioning` sets it), names of axes replaced by their
+    `sharding_rules` and the rules in force. An optimizer copies what it finds at parameters: of its
+    own Variables only what no parameter says (their `optimizer_sharding`) counts.
+    """
+    found, objects = [], filter(_is_object, _leaves(give(tree)))
+    for variable in (leaf for x in objects for leaf in nnx.flatten(x, graph=True)[1].leaves):
+        metadata = variable.get_metadata() if isinstance(variable, nnx.Variable) else {}
+        if said := metadata.get("out_sharding"):
+            rules = metadata.get("sharding_rules") or ()
+            words = f"out_sharding={said!r} of an nnx.{type(variable).__name__}"
+            found.append((variable, said, _resolved(said, rules), words))
+    own = {repr(said) for variable, said, *_ in found if not isinstance(variable, nnx.OptState)}
+    return [
+        (variable.get_raw_value(), spec, words)
+        for variable, said, spec, words in found
+        if not isinstance(variable, nnx.OptState) or repr(said) not in own
+    ]
+
+
+def _resolved(said: Any, rules: Any) -> jax.sharding.PartitionSpec:
+    """A spec, names or a sharding as a spec of axes of a mesh."""
+    said = getattr(said, "sharding", said)  # of a Format
+    rules = dict(spmd.composite_rules(spmd.get_logical_axis_rules(), rules))
+
+    def dim(cut: Any) -> Any:
+        names = [rules.get(n, n) for n in cut] if isinstance(cut, tuple) else [rules.get(cut, cut)]
+        flat = [n for name in names for n in (name if isinstance(name, tuple) else (name,))]
+        return flat[0] if len(flat) == 1 else tuple(n for n in flat if n is not None) or None
+
+    return jax.sharding.PartitionSpec(*map(dim, getattr(said, "spec", said)))
 
 
 # --- steps ------------------------------------------------------------------------------------

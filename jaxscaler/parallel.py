@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -33,11 +34,11 @@ from jaxscaler.lower.step import (
     donated_arguments,
 )
 from jaxscaler.plan import Plan
-from jaxscaler.program import Line
+from jaxscaler.program import Statement
 from jaxscaler.report.export import to_python
 from jaxscaler.space.annotations import Author
 from jaxscaler.space.pins import Pins
-from jaxscaler.trace import Traced, trace
+from jaxscaler.trace import Traced, refuse_other_devices, trace
 
 
 def as_cluster(
@@ -85,10 +86,12 @@ def nnx_for(step: Callable, arguments: Any) -> ModuleType | None:
 
 
 def _without_objects(create: Callable) -> Callable:
-    """`create` with pytrees in place of flax.nnx objects."""
+    """`create` with pytrees in place of flax.nnx objects, which need no mesh to be made."""
 
     def made(*args: Any, **kwargs: Any) -> Any:
-        result, nnx = create(*args, **kwargs), _nnx()
+        nnx = _nnx()
+        with nnx.unsharded() if nnx else contextlib.nullcontext():
+            result = create(*args, **kwargs)
         return nnx.take(result) if nnx and nnx.holds_objects(result) else result
 
     return made
@@ -102,7 +105,7 @@ class ParallelStep:
         step: Callable,
         *,
         cluster: str | Cluster | None = None,
-        constraints: Sequence[Line] = (),
+        constraints: Sequence[Statement | Plan] | Plan | str | Path = (),
         memory: float = planner.MEMORY,
         time_limit: float = planner.TIME_LIMIT,
         seed: int = 0,
@@ -139,7 +142,7 @@ class ParallelStep:
         self.roles = roles
         self.planned: planner.Planned | None = None
         options: dict[str, Any] = dict(
-            constraints=tuple(constraints),
+            constraints=planner.listed(constraints),
             memory=memory,
             time_limit=time_limit,
             seed=seed,
@@ -282,7 +285,7 @@ class ParallelStep:
             )
         layouts = found.layouts()
         donate = donated_arguments(found.traced, layouts) if self.donate is None else self.donate
-        return to_python(found.plan, found.traced, layouts, donate)
+        return to_python(found.plan, found.traced, found.graph, layouts, donate)
 
     def mesh(self) -> jax.sharding.Mesh:
         """The plan's mesh on the devices at hand. ClusterError if there are too few."""
@@ -350,6 +353,7 @@ class ParallelStep:
         return self._plan_traced(self._trace(args, kwargs))
 
     def _plan_traced(self, traced: Traced) -> planner.Planned:
+        refuse_other_devices(traced.jaxpr, self.cluster.num_devices)
         self._compiled = self._run = None
         self._runs = {}
         follow = self._follow.plan if isinstance(self._follow, ParallelStep) else self._follow
@@ -406,7 +410,7 @@ class ParallelStep:
     def _plan_other(self, traced: Traced) -> planner.Planned:
         pins = Pins.of(self.plan)
         try:
-            return self._find(traced, follow=pins)
+            return self._find(traced, follow=pins, explained=False)
         except ConstraintError as error:
             warnings.warn(
                 f"the constraints allow no plan for arguments of other shapes, which are planned "
@@ -417,9 +421,12 @@ class ParallelStep:
 
     def _find(self, traced: Traced, **options: Any) -> planner.Planned:
         """The step with a plan that is searched once, whatever the number of processes."""
+        nnx = self._nnx
+        author = nnx.with_own_words(self.author, traced) if nnx else self.author
+        search = functools.partial(self._search, traced, author=author, **options)
         return processes.share(
-            lambda: self._search(traced, **options),
-            lambda plan: planner.follow_plan(traced, plan),
+            search,
+            lambda plan: planner.follow_plan(traced, plan, search),
             self._devices(),
         )
 

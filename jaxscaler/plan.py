@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from jaxscaler.errors import PlanError
+from jaxscaler.program import (
+    PLAN,
+    Line,
+    Replicate,
+    Split,
+    op_assign,
+    op_trans,
+    ops,
+    region,
+    short,
+    values,
+)
+from jaxscaler.rewrite.changes import Change, from_data, to_data
 
 VERSION = 1
 
@@ -20,8 +34,8 @@ Specs = tuple[tuple[str, ...], ...]  # per dim, the mesh axes that cut it, major
 class Decision:
     """What is decided of one subject: which factor each mesh axis cuts.
 
-    In the language: for every (axis, factor), `op_trans(subject, Split(factor), size of axis)` and
-    `op_assign(subject, axis)`; with no cuts, `op_trans(subject, Replicate())`. `count` subjects
+    In the language: for every factor, `op_assign(op_trans(subject, Split(factor), parts), axes)`;
+    with no cuts, `op_trans(subject, Replicate())`. `count` subjects
     share the decision (repeated layers). `in_use` is the layout that state is read in, where it has
     its own.
     """
@@ -98,24 +112,15 @@ class Plan:
     notes: tuple[str, ...] = ()
     compiler_options: Mapping[str, Any] = field(default_factory=dict)
     fingerprint: str = ""  # of the step and its argument types
+    changes: tuple[Change, ...] = ()  # in the forward pass of marked losses, before all else
     # how to ask the search again (`why`); None in a plan that was read from a file
     session: Any = field(default=None, compare=False, repr=False)
+    # the planned step, to be lowered (`planner.Planned`); None in a plan that was read from a file
+    step: Any = field(default=None, compare=False, repr=False)
 
-    def program(self) -> list[str]:
-        """The plan as lines of the language."""
-        sizes = dict(self.axes)
-        lines = []
-        for d in self.decisions:
-            halves = [(d.subject, d.cuts)]
-            if d.in_use is not None:
-                halves.append((f"{d.subject} in use", d.in_use))
-            for subject, cuts in halves:
-                if not cuts:
-                    lines.append(f"op_trans({subject!r}, Replicate())")
-                for axis, factor in cuts:
-                    lines.append(f"op_trans({subject!r}, Split({factor!r}), {sizes[axis]})")
-                    lines.append(f"op_assign({subject!r}, {axis!r})")
-        return lines
+    def program(self) -> list[Line]:
+        """The plan as lines of the language; as constraints, they leave this plan alone."""
+        return [line for d in self.decisions for line in _lines(d, dict(self.axes))]
 
     def digest(self) -> str:
         """Short hash of the decisions: equal plans have equal digests on every host."""
@@ -125,11 +130,12 @@ class Plan:
     # -- JSON --------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        data = {k: v for k, v in vars(self).items() if k != "session"}
+        data = {k: v for k, v in vars(self).items() if k not in ("session", "step")}
         for name in ("decisions", "tensors", "traffic"):
             data[name] = [asdict(x) for x in data[name]]
         for name in ("predicted", "search"):
             data[name] = asdict(data[name])
+        data["changes"] = [to_data(change) for change in self.changes]
         return {"version": VERSION, **data}
 
     @staticmethod
@@ -153,6 +159,7 @@ class Plan:
                 notes=tuple(data["notes"]),
                 compiler_options=data["compiler_options"],
                 fingerprint=data["fingerprint"],
+                changes=tuple(map(from_data, data.get("changes", ()))),
             )
         except (KeyError, TypeError) as error:
             raise PlanError(f"not a plan: {error}") from error
@@ -192,11 +199,67 @@ class Plan:
 
         return to_rules(self)
 
+    def audit(self) -> Any:
+        """What Shardy, the partitioner, makes of the planned step, without compiling it: a
+        `verify.report.Audit`, text when printed. PlanError in a plan that was read from a file.
+        """
+        from jaxscaler.verify.report import audited
+
+        return audited(self)
+
+    def verify(self, target: Any = None, **options: Any) -> Any:
+        """What a real compiler makes of the planned step: a `verify.report.Verified`, text when
+        printed: memory and collectives, predicted and compiled.
+
+        `target`: a cluster of as many devices, none of which need be there; by default the plan's
+        own. `options`: `timeout` in seconds, `cache` as in `plan`, `progress`. PlanError in a plan
+        that was read from a file, or for devices no compiler is known for; what goes wrong in the
+        compiler is the result's `compiled.status`. See docs/verify.md.
+        """
+        from jaxscaler.verify.report import verified
+
+        return verified(self, target, **options)
+
     def why(self, path: str) -> str:
         """What was chosen for the subjects that `path` (a glob) selects, and the runner-up."""
+        return self._asked("why").why(self, path)
+
+    def what_if(self, change: Any) -> Any:
+        """What another program would give: `explain.WhatIf`, a table when printed.
+
+        `change`: one more line, or its YAML, or "without 2": without the second constraint.
+        """
+        return self._asked("what if").what_if(self, change)
+
+    def shadow_prices(self) -> Any:
+        """What one more GB per device, faster links, or a line less would save: a tuple of
+        `explain.ShadowPrice`, each of which says whether it is solved or an estimate.
+        """
+        return self._asked("what its limits cost").shadow_prices(self)
+
+    def _asked(self, what: str) -> Any:
         if self.session is None:
-            raise PlanError("a plan read from a file can not be asked why: plan the step again")
-        return self.session.why(self, path)
+            raise PlanError(f"a plan read from a file can not be asked {what}: plan the step again")
+        return self.session
+
+
+def _lines(d: Decision, sizes: dict[str, int]) -> Iterator[Line]:
+    """Per factor that is cut, into what and by which axes; then that no other axis cuts."""
+    word = {"op": ops, "cluster": region}.get(d.what, values)
+    halves = [(word(name=d.subject), d.cuts)]
+    if d.in_use is not None:
+        halves.append((values(name=d.subject, to=ops()), d.in_use))
+    for subject, cuts in halves:
+        for factor in dict.fromkeys(factor for _, factor in cuts):
+            axes = tuple(axis for axis, f in cuts if f == factor)
+            parts = prod(sizes[axis] for axis in axes)
+            line = op_assign(op_trans(subject, Split(factor), parts), short(axes))
+            yield replace(line, source=PLAN)
+        used = tuple(axis for axis, _ in cuts)
+        if not used:
+            yield replace(op_trans(subject, Replicate()), source=PLAN)
+        elif len(used) < len(sizes):
+            yield replace(op_assign(subject, short(used)), source=PLAN)
 
 
 def _tuples(x: Any) -> Any:

@@ -12,32 +12,42 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxscaler import _compat
 from jaxscaler.cache import Cache, cache_key
 from jaxscaler.cluster.cluster import Cluster
 from jaxscaler.cluster.mesh import Mesh, candidate_meshes, named_mesh
-from jaxscaler.cost.memory import live_buffers
-from jaxscaler.errors import ConstraintError, PlanError
+from jaxscaler.coshard import plan_with_loops
+from jaxscaler.cost.memory import live_buffers, rules_for
+from jaxscaler.errors import ConstraintError, InfeasibleError, PlanError
+from jaxscaler.explain import explanation
+from jaxscaler.fit import fitted
 from jaxscaler.graph.build import build
 from jaxscaler.graph.fold import Folded, fold
 from jaxscaler.graph.ir import BATCH, STATE_ROLES, OpGraph
 from jaxscaler.graph.labels import factor_labels
 from jaxscaler.lower.emit import emit, rows_of
 from jaxscaler.lower.layouts import Layouts
+from jaxscaler.lower.step import PlannedStep, donated_arguments
 from jaxscaler.plan import Plan, Search
-from jaxscaler.program import Line
+from jaxscaler.program import Statement, if_possible
+from jaxscaler.program_text import as_program
+from jaxscaler.replan import Again, plan_with_recomputation
 from jaxscaler.report import describe
-from jaxscaler.search import Best, Clock, Progress, distinct_meshes, search_meshes
+from jaxscaler.rewrite.changes import Change
+from jaxscaler.search import Best, Clock, Progress, distinct_meshes
+from jaxscaler.solve import warm
 from jaxscaler.space.annotations import NOBODY, Annotations, Author, pins_of
 from jaxscaler.space.build import build_space
-from jaxscaler.space.constraints import Constraints
 from jaxscaler.space.nodes import Node, Space
 from jaxscaler.space.pins import Pin, PinFilter, Pins
 from jaxscaler.space.problem import model
 from jaxscaler.trace import Traced
+from jaxscaler.verify.folded import folded_step
 from jaxscaler.why import Session
 
 MEMORY = 0.92  # share of a device's memory that a plan may fill
@@ -58,6 +68,18 @@ class Planned:
     def layouts(self) -> Layouts:
         """Specs by position: what `lower` needs."""
         return emit(self.graph, self.folded, self.space, self.plan.axes, self.rows)
+
+    def lower(self, platform: str, folded: bool = False) -> Any:
+        """The planned step as a `jax.stages.Lowered` for a platform, on a mesh without devices.
+
+        `folded`: without its repeated layers, which is enough to count collectives.
+        """
+        traced, layouts = self.traced, self.layouts()
+        if folded:
+            traced, layouts = folded_step(traced, self.graph, self.folded, layouts)
+        donate = donated_arguments(self.traced, layouts)
+        mesh = _compat.abstract_mesh(self.plan.axes)
+        return PlannedStep(traced, layouts, mesh, donate, None).lower(platform)
 
     @property
     def state_arguments(self) -> tuple[int, ...]:
@@ -103,7 +125,7 @@ def plan_step(
     traced: Traced,
     cluster: Cluster,
     *,
-    constraints: Sequence[Line] = (),
+    constraints: Sequence[Statement | Plan] | Plan | str | Path = (),
     memory: float = MEMORY,
     time_limit: float = TIME_LIMIT,
     seed: int = 0,
@@ -112,44 +134,66 @@ def plan_step(
     follow: Pins | None = None,
     cache: Cache | None = None,
     author: Author = NOBODY,
+    loops: bool | Sequence[Change] = False,
+    explained: bool = True,
 ) -> Planned:
     """Search the plan space of a traced step on a cluster.
 
-    `memory`: share of the device's memory that may be filled. `time_limit`: seconds of search,
-    after which the best plan found is returned with its gap. `merge=False` lets equal layers
-    differ. `follow`: state lies where these pins say. `cache`: where the plan may be found from
-    earlier, and is kept. `author`: the mesh and the specs that the user says. Raises
-    InfeasibleError, saying how much memory would do, and
-    ConstraintError on a clash.
+    `constraints`: lines of the language, or the path of a YAML file of them; a plan among them is
+    kept wherever it still fits. `memory`: share of the device's memory that may be filled.
+    `time_limit`: seconds of search, after which the best plan found is returned with its gap.
+    `merge=False` lets equal layers differ. `follow`: state lies where these pins say. `cache`:
+    where the plan may be found from earlier, and is kept. `author`: the mesh and the specs that the
+    user says. `loops`: whether to look for loops over parts of the forward pass of marked losses
+    (co-shards, gradient accumulation), or those to take. Raises InfeasibleError, saying how much
+    memory would do, and ConstraintError on a clash, both, if `explained`, with a smallest part of
+    the program that leaves no plan.
     """
     say = progress or (lambda phase, detail: None)
-    if isinstance(constraints, Line):
-        constraints = (constraints,)
+    program, kept_axes = _program(constraints)
     if not isinstance(memory, int | float) or not 0 < memory <= 1:
         raise ConstraintError(
             f"memory={memory!r}: the share of a device's memory, above 0 and at most 1"
         )
+    warm()  # or the first search's time limit would pay for loading compiled functions
     clock = Clock()
+    if traced.changes:  # by an earlier plan
+        traced = traced.changed(())
     if follow is not None:
         pinned = _pins_of_inputs(follow, traced)
         traced = _with_roles(traced, [(traced.in_paths[i], pin.role) for i, pin in pinned.items()])
     say("graph", f"{len(traced.jaxpr.eqns)} equations")
     graph = build(traced)
     clock.add("graph")
+
+    def as_it_is(step, its_graph, lines, memory, time_limit, again=None, mesh=None):
+        return _search_plan(
+            step, its_graph, cluster, lines, kept_axes, memory, time_limit, seed, merge, follow,
+            author, clock, say, again, mesh,
+        )  # fmt: skip
+
+    def with_recomputation(step, its_graph, seconds):
+        return plan_with_recomputation(
+            as_it_is, step, its_graph, program, memory, seconds,
+            rules_for(cluster.device.vendor), say,
+        )  # fmt: skip
+
     search = functools.partial(
-        _search_plan, traced, graph, cluster, tuple(constraints), memory, time_limit, seed, merge,
-        follow, author, clock, say,
+        plan_with_loops, with_recomputation, traced, graph, loops, cluster.num_devices, time_limit,
+        say,
     )  # fmt: skip
+    if explained:
+        search = functools.partial(_told, search)
     if cache is None:
         return search()
     key = cache_key(
-        graph, cluster.to_dict(), *((str(line), line.source) for line in constraints),
-        memory, time_limit, seed, merge, follow, author,
+        graph, cluster.to_dict(), *((str(line), line.source) for line in program), kept_axes,
+        memory, time_limit, seed, merge, follow, author, loops,
     )  # fmt: skip
     kept, fault = cache.load(key)
     if kept is not None:
         try:
-            found = _follow(traced, graph, replace(kept, session=_Again(search)))
+            found = _follow(traced, graph, replace(kept, session=_LaterSession(search)))
             say("cache", f"the plan of an earlier search, {kept.search.seconds:.1f} s")
             return found
         except PlanError as error:
@@ -159,20 +203,30 @@ def plan_step(
     return replace(found, plan=replace(found.plan, notes=(*found.plan.notes, *faults)))
 
 
+def _told(search: Callable[[], Planned]) -> Planned:
+    """What `search` finds. Where that is no plan it is explained, once for all searches."""
+    try:
+        return search()
+    except (ConstraintError, InfeasibleError) as error:
+        text = explanation(error)
+        raise type(error)("\n".join(filter(None, (str(error), text)))) from None
+
+
 def _search_plan(
-    traced, graph, cluster, constraints, memory, time_limit, seed, merge, follow, author, clock, say
-) -> Planned:
+    traced, graph, cluster, program, kept_axes, memory, time_limit, seed, merge, follow, author,
+    clock, say, again: Again | None = None, mesh: Mesh | None = None,
+) -> Any:  # fmt: skip
+    """The plan of a step as it is, on `mesh` or all. With `again`: what was found, and of what."""
     said = pins_of(graph, author)
-    skeleton = _skeleton(traced, graph, merge)
+    skeleton = _skeleton(traced, graph, merge, again)
     pins = _pinned(follow, traced, skeleton)
     own = Annotations(said, graph, skeleton.folded, skeleton.space)
     if own.clash or (pins is not None and pins.clash):
-        skeleton = _skeleton(traced, graph, False)
+        skeleton = _skeleton(traced, graph, False, again)
         pins = _pinned(follow, traced, skeleton)
         own = Annotations(said, graph, skeleton.folded, skeleton.space)
     clock.add("space")
     limit = cluster.device.hbm_bytes * memory
-    bound = Constraints(constraints, graph, skeleton.folded, skeleton.space)
     if author.axes is None:
         meshes = distinct_meshes(candidate_meshes(cluster))
     else:
@@ -185,21 +239,35 @@ def _search_plan(
             )
         fitting = [mesh for mesh in meshes if follow.fits(mesh)]
         meshes = fitting or [named_mesh(cluster, follow.axes)]
+    elif kept_axes is not None:  # a plan as a constraint: on its mesh, if there is one
+        meshes = [m for m in meshes if tuple(zip(m.names, m.shape)) == kept_axes] or meshes
+    if mesh is not None:
+        meshes = [mesh]
 
-    def keep(node: Node, rows: np.ndarray, mesh: Mesh) -> np.ndarray:
-        allowed = bound.mask(node, rows, mesh)
+    def others(node: Node, rows: np.ndarray, mesh: Mesh, allowed, bound) -> np.ndarray:
         allowed = own.mask(node, rows, mesh, allowed, bound)
         return allowed if pins is None else pins.mask(node, rows, mesh, allowed)
 
     folded, space = skeleton.folded, skeleton.space
-    once = model(graph, folded, space, live_buffers(graph, folded))
+    lives = live_buffers(graph, folded, rules_for(cluster.device.vendor))
+    once = model(graph, folded, space, lives)
+    if again is not None:
+        once, what = again.on(once)
     clock.add("space")
-    best, tried, lower, status = search_meshes(
-        once, cluster, meshes, keep, limit, time_limit, seed, clock, say
-    )
+    session = Session(once, cluster, tuple(meshes), program, limit, time_limit, seed, others)
+    try:
+        found = session.search(clock, say, explained=False)
+        if again is not None:
+            return found, what
+        found = fitted(session, found, clock, say)
+    except (ConstraintError, InfeasibleError) as error:
+        error.session = session
+        raise
+    bound, best = found.bound, found.best
+    tried, lower, status = found.tried, found.lower, found.status
     clock.add("solve")
     say("plan", f"{best.seconds:.3g} s a step on {best.priced.mesh}")
-    reported = bound.report()
+    reported = (*_filled(best), *bound.report())
     for note in reported:
         if note.endswith("matches nothing"):
             warnings.warn(note, stacklevel=2)
@@ -213,24 +281,72 @@ def _search_plan(
         traffic=describe.traffic(best.priced, best.choice, cluster.device),
         predicted=describe.prediction(best.priced, best.choice, cluster.device, limit),
         search=search,
-        constraints=tuple(str(line) for line in constraints),
+        constraints=tuple(str(line) for line in program),
         notes=(*graph.notes, *reported, *describe.remarks(best.priced, best.choice)),
         compiler_options=_compiler_options(cluster),
         fingerprint=skeleton.fingerprint,
-        session=Session(best, seed),
+        session=replace(session, best=best, lower=lower),
     )
     rows = tuple(r[c] for r, c in zip(best.priced.strategies, best.choice))
-    return Planned(traced, graph, skeleton.folded, skeleton.space, plan, rows)
+    return _tied(Planned(traced, graph, skeleton.folded, skeleton.space, plan, rows))
 
 
-def follow_plan(traced: Traced, plan: Plan) -> Planned:
-    """The planned step of a saved plan: no search. Raises PlanError where the plan does not fit."""
+def _filled(best: Best) -> list[str]:
+    return [f"hole {name} = {n}" for name, n in best.variant.holes.items()]
+
+
+def listed(constraints: Any) -> tuple[Statement | Plan, ...]:
+    """Constraints as they may be given: a line or plan, several, or the path of a YAML file.
+
+    Raises ConstraintError for what is no line, and for what is wrong with the file.
+    """
+    if isinstance(constraints, Plan):
+        return (constraints,)
+    if isinstance(constraints, str | Path | Statement):
+        return as_program(constraints)
+    found = tuple(constraints)
+    as_program(x for x in found if not isinstance(x, Plan))
+    return found
+
+
+def _program(constraints: Any) -> tuple[tuple[Statement, ...], tuple[tuple[str, int], ...] | None]:
+    """(lines, the mesh axes of a plan that is among the constraints)."""
+    lines: list[Statement] = []
+    axes = None
+    for given in listed(constraints):
+        if isinstance(given, Plan):
+            axes = given.axes
+            lines += [if_possible(line) for line in given.program()]
+        else:
+            lines.append(given)
+    return tuple(lines), axes
+
+
+def _tied(planned: Planned) -> Planned:
+    """The same, its plan with the step that it is for."""
+    return replace(planned, plan=replace(planned.plan, step=planned))
+
+
+def follow_plan(traced: Traced, plan: Plan, search: Callable[[], Planned] | None = None) -> Planned:
+    """The planned step of a saved plan: no search. Raises PlanError where the plan does not fit.
+
+    `search`: how to search for it, when the plan is asked why.
+    """
+    plan = replace(plan, session=_LaterSession(search)) if search else plan
     known = set(traced.in_paths)
     traced = _with_roles(traced, [(t.path, t.role) for t in plan.tensors if t.path in known])
     return _follow(traced, build(traced), plan)
 
 
 def _follow(traced: Traced, graph: OpGraph, plan: Plan) -> Planned:
+    if plan.changes != traced.changes:
+        if plan.changes and not traced.losses:
+            raise PlanError(
+                "the plan changes the forward pass of a loss that jaxscaler.value_and_grad marks, "
+                "and this step has none: use it in the step, or plan this step again"
+            )
+        traced = traced.changed(plan.changes)
+        graph = build(traced)
     skeletons = (_skeleton(traced, graph, merge) for merge in (True, False))
     skeleton = next((s for s in skeletons if s.fingerprint == plan.fingerprint), None)
     if skeleton is None:
@@ -243,12 +359,13 @@ def _follow(traced: Traced, graph: OpGraph, plan: Plan) -> Planned:
     if len(known) < len(rows):
         missing = [n.name for n, row in zip(skeleton.space.nodes, rows) if row is None]
         raise PlanError(f"the plan decides nothing for {missing[:3]}: plan this step again")
-    return Planned(traced, graph, skeleton.folded, skeleton.space, plan, known)
+    return _tied(Planned(traced, graph, skeleton.folded, skeleton.space, plan, known))
 
 
-def _skeleton(traced: Traced, graph: OpGraph, merge: bool) -> _Skeleton:
+def _skeleton(traced: Traced, graph: OpGraph, merge: bool, again: Again | None = None) -> _Skeleton:
     folded = fold(graph, merge)
-    space = build_space(graph, folded, factor_labels(graph, folded))
+    shared = frozenset() if again is None else again.shared(folded)
+    space = build_space(graph, folded, factor_labels(graph, folded), shared)
     types = [(graph.values[v].shape, graph.values[v].dtype) for v in graph.inputs]
     names = [node.name for node in space.nodes]
     text = repr((traced.in_paths, types, traced.out_paths, len(graph.ops), names))
@@ -281,7 +398,7 @@ def _compiler_options(cluster: Cluster) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Again:
+class _LaterSession:
     """The session of a plan that was not searched now: searches for it when it is asked."""
 
     search: Callable[[], Planned]
@@ -291,8 +408,14 @@ class _Again:
         return self.search().plan.session
 
     @property
-    def best(self) -> Best:
+    def best(self) -> Best | None:
         return self.session.best
 
     def why(self, plan: Plan, pattern: str) -> str:
         return self.session.why(plan, pattern)
+
+    def what_if(self, plan: Plan, change: Any) -> Any:
+        return self.session.what_if(plan, change)
+
+    def shadow_prices(self, plan: Plan) -> Any:
+        return self.session.shadow_prices(plan)

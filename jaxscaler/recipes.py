@@ -1,36 +1,137 @@
-"""Well-known plans as short programs. The search decides what they leave open."""
+"""Well-known plans as short programs. The search decides what they leave open.
+
+Programs are lists: what two recipes say together is their sum, as in `zero(1) + [...]`.
+"""
 
 from __future__ import annotations
 
-from jaxscaler.program import ALL, ANY, Line, Replicate, Split, forbid, op_trans, ops, values
+from collections.abc import Callable, Mapping, Sequence
+
+from jaxscaler.holes import hole
+from jaxscaler.program import (
+    ALL,
+    ANY,
+    AT_LEAST_TWO,
+    Number,
+    Replicate,
+    Split,
+    Statement,
+    forbid,
+    op_assign,
+    op_trans,
+    ops,
+    values,
+)
 
 COMPUTE = ("forward", "backward")
+STATE = ("parameter", "optimizer")
+PRODUCTS = ops(primitive="*_general*", phase="forward", parameter="*")  # products with weights
+MOST = 2**20  # devices
+Program = list[Statement]
 
 
-def data_parallel() -> list[Line]:
+def data_parallel() -> Program:
     """Every op on samples, state whole on every device, its update replicated."""
     return [
         op_trans(ops(phase=COMPUTE), Split("batch"), ALL),
-        op_trans(values(role=("parameter", "optimizer")), Replicate()),
+        op_trans(values(role=STATE), Replicate()),
         op_trans(ops(phase="update"), Replicate()),
     ]
 
 
-def zero(stage: int = 3) -> list[Line]:
-    """Data parallelism with optimizer state (1), and parameters too (3), split at rest."""
-    roles = ("optimizer",) if stage < 3 else ("parameter", "optimizer")
+def zero(stage: int = 3) -> Program:
+    """Data parallelism with optimizer state (1), gradients (2), parameters (3) split at rest.
+
+    Rajbhandari et al., ZeRO: memory optimizations toward training trillion parameter models, 2020.
+    """
+    gradients = values(role="gradient", to=ops(phase="update"))
     return [
         op_trans(ops(phase=COMPUTE), Split("batch"), ALL),
-        op_trans(values(role=roles), Split(ANY), ALL),
+        op_trans(values(role=STATE if stage > 2 else "optimizer"), Split(ANY), ALL),
+        *([op_trans(gradients, Split(ANY), ALL)] if stage == 2 else []),
+        *([op_trans(values(role="parameter"), Replicate())] if stage < 3 else []),
     ]
 
 
-def tensor_parallel() -> list[Line]:
-    """Products and convolutions with weights split on features; never on samples or tokens."""
+def hybrid(inner: str = "device", outer: str = "node") -> Program:
+    """Data parallelism with state split inside a node and whole across nodes (hybrid sharding).
+
+    Zhao et al., PyTorch FSDP: experiences on scaling fully sharded data parallel, 2023.
+    """
+    return [
+        op_trans(ops(phase=COMPUTE), Split("batch"), ALL),
+        op_assign(op_trans(values(role=STATE), Split(ANY), ALL), inner),
+        op_assign(op_trans(values(role=STATE), Replicate()), outer),
+    ]
+
+
+def tensor_parallel(sequence: bool = False) -> Program:
+    """Products and convolutions with weights split on features; never on samples or tokens.
+
+    `sequence`: what lies between those products may be split on tokens. Shoeybi et al.,
+    Megatron-LM, 2019; Korthikanti et al., Reducing activation recomputation in large transformer
+    models, 2022.
+    """
+    whole = PRODUCTS if sequence else ops(phase=COMPUTE)
     return [
         forbid(op_trans(ops(phase=COMPUTE), Split("batch"))),
-        forbid(op_trans(ops(phase=COMPUTE), Split("sequence"))),
-        op_trans(
-            ops(primitive="*_general*", phase="forward", reads_parameter=True), Split(ANY), ALL
-        ),
+        forbid(op_trans(whole, Split("sequence"))),
+        op_trans(PRODUCTS, Split(ANY), ALL),
     ]
+
+
+def context_parallel() -> Program:
+    """Every op on tokens."""
+    return [
+        forbid(op_trans(ops(phase=COMPUTE), Split("batch"))),
+        op_trans(ops(phase=COMPUTE), Split("sequence"), ALL),
+    ]
+
+
+def expert_parallel(
+    weights: Sequence[str] = ("experts/gate", "experts/up", "experts/down"),
+    dim: int = 0,
+    num: Number = AT_LEAST_TWO,
+) -> Program:
+    """The experts, dim `dim` of the `weights` at these paths, apart: at rest and in use.
+
+    Lepikhin et al., GShard: scaling giant models with conditional computation, 2020.
+    """
+    lines: Program = []
+    for path in weights:
+        compute = ops(phase=COMPUTE)
+        lines.append(op_trans(values(path, role="parameter"), Split(dim), num))
+        lines.append(op_trans(values(path, role="parameter", to=compute), Split(dim), num))
+    return lines
+
+
+def two_d() -> Program:
+    """Tensor parallelism in groups, data parallelism across: batch in dp parts, dp is searched."""
+    dp = hole("dp", 2, MOST)
+    return [
+        op_trans(ops(phase=COMPUTE), Split("batch"), dp),
+        forbid(op_trans(PRODUCTS, Split("batch"), ALL)),
+        forbid(op_trans(PRODUCTS, Split("sequence"))),
+        op_trans(PRODUCTS, Split(ANY), ALL),
+    ]
+
+
+def three_d() -> Program:
+    """The same with the state split over the data parallel groups too."""
+    return [*two_d(), op_trans(values(role=STATE), Split(ANY), ALL)]
+
+
+# What changes the forward pass (co-shard, recomputation) has its rows here too.
+RECIPES: Mapping[str, Callable[[], Program]] = {
+    "data_parallel": data_parallel,
+    "zero_1": lambda: zero(1),
+    "zero_2": lambda: zero(2),
+    "zero_3": zero,
+    "hybrid": hybrid,
+    "tensor_parallel": tensor_parallel,
+    "tensor_sequence_parallel": lambda: tensor_parallel(sequence=True),
+    "context_parallel": context_parallel,
+    "expert_parallel": expert_parallel,
+    "two_d": two_d,
+    "three_d": three_d,
+}

@@ -6,10 +6,11 @@ can not be planned is refused here, by name.
 
 from __future__ import annotations
 
+import contextvars
 import inspect
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -17,6 +18,8 @@ import numpy as np
 
 from jaxscaler import _compat
 from jaxscaler.errors import PlanError, TraceError
+from jaxscaler.grad import Marks
+from jaxscaler.rewrite.changes import Change
 
 LOOPS = ("scan", "while")
 
@@ -47,6 +50,15 @@ class Traced:
     donated: tuple[bool, ...]
     seconds: float
     roles: tuple[tuple[str, str], ...] = ()  # (glob of input paths, role), as the user says
+    losses: tuple[Any, ...] = ()  # forward jaxprs of marked losses (grad.py)
+    changes: tuple[Change, ...] = ()  # what was changed in them before they were differentiated
+    retrace: Callable | None = field(default=None, compare=False, repr=False)
+
+    def changed(self, changes: Sequence[Change]) -> Traced:
+        """The same step traced again, its marked losses changed so."""
+        assert self.retrace is not None
+        changed = self.retrace(tuple(changes))
+        return replace(changed, roles=self.roles, retrace=self.retrace)
 
     def position(self, name: str) -> int:
         """Where the positional argument `name` stands in a call, static ones counted."""
@@ -79,7 +91,6 @@ def trace(step: Callable, *args, static_argnums=None, static_argnames=None, **kw
     with Explicit axes, an axis name that only `pmap` binds, a `jax.Ref`, an ordered effect. Errors
     of the step itself come out as they are.
     """
-    start = time.perf_counter()
     _refuse_explicit(jax.sharding.get_abstract_mesh(), "jax.set_mesh")
     if _compat.is_jitted(step):
         options = _compat.jit_options(step)
@@ -103,48 +114,58 @@ def trace(step: Callable, *args, static_argnums=None, static_argnames=None, **kw
         _check_leaf(path, leaf)
     abstract = dict(zip(names, (jax.tree.map(_abstract, value) for _, value in dynamic)))
     order = _positional_names(step, len(positional))
+    around = jax.sharding.get_abstract_mesh()
+    mesh = None if around.empty else around
 
-    try:
-        with _compat.cudnn_on_any_host():
-            traced = jitted.trace(
-                *(abstract.get(name, value) for name, value in zip(order, positional)),
-                **{name: abstract.get(name, value) for name, value in keyword.items()},
-            )
-    except NameError as error:
-        if "unbound axis name" not in str(error):
-            raise
-        raise TraceError(
-            f"{_name(step)} uses an axis name that only pmap or shard_map binds ({error}): the "
-            "planned step sees the whole batch as one array, so a mean over it is already the "
-            "global one; remove the pmean/psum/axis_index over that axis"
-        ) from error
+    def traced_with(changes: tuple[Change, ...]) -> Traced:
+        start, marks = time.perf_counter(), Marks(changes)
+        try:
+            with _compat.cudnn_on_any_host(), _compat.inside_mesh(mesh), _compat.planning(marks):
+                traced = jitted.trace(
+                    *(abstract.get(name, value) for name, value in zip(order, positional)),
+                    **{name: abstract.get(name, value) for name, value in keyword.items()},
+                )
+        except NameError as error:
+            if "unbound axis name" not in str(error):
+                raise
+            raise TraceError(
+                f"{_name(step)} uses an axis name that only pmap or shard_map binds ({error}): the "
+                "planned step sees the whole batch as one array, so a mean over it is already the "
+                "global one; remove the pmean/psum/axis_index over that axis"
+            ) from error
 
-    jaxpr = traced.jaxpr
-    _refuse_refs(jaxpr, in_paths)
-    _refuse_ordered(jaxpr)
-    outs, out_tree = jax.tree_util.tree_flatten_with_path(traced.out_info)
-    out_keys = [_keys(path) for path, _ in outs]
-    donated = tuple(info.donated for info in jax.tree.leaves(traced.args_info))
-    return Traced(
-        step=step,
-        jaxpr=jaxpr,
-        in_tree=in_tree,
-        out_tree=out_tree,
-        arg_names=names,
-        keywords=tuple(sorted(k for k in keyword if k in names)),
-        static=static,
-        static_options=options,
-        in_paths=in_paths,
-        in_avals=tuple(jaxpr.in_avals),
-        out_paths=tuple(_path(keys) or "result" for keys in out_keys),
-        out_avals=tuple(jaxpr.out_avals),
-        state_pairs=state_pairs(
-            in_tree, jaxpr.in_avals, in_keys, out_tree, jaxpr.out_avals, out_keys
-        ),
-        arg_of_input=tuple(path[0].idx for path, _ in leaves),
-        donated=donated if _compat.is_jitted(step) else (),
-        seconds=time.perf_counter() - start,
-    )
+        jaxpr = traced.jaxpr
+        _refuse_refs(jaxpr, in_paths)
+        _refuse_ordered(jaxpr)
+        outs, out_tree = jax.tree_util.tree_flatten_with_path(traced.out_info)
+        out_keys = [_keys(path) for path, _ in outs]
+        donated = tuple(info.donated for info in jax.tree.leaves(traced.args_info))
+        return Traced(
+            step=step,
+            jaxpr=jaxpr,
+            in_tree=in_tree,
+            out_tree=out_tree,
+            arg_names=names,
+            keywords=tuple(sorted(k for k in keyword if k in names)),
+            static=static,
+            static_options=options,
+            in_paths=in_paths,
+            in_avals=tuple(jaxpr.in_avals),
+            out_paths=tuple(_path(keys) or "result" for keys in out_keys),
+            out_avals=tuple(jaxpr.out_avals),
+            state_pairs=state_pairs(
+                in_tree, jaxpr.in_avals, in_keys, out_tree, jaxpr.out_avals, out_keys
+            ),
+            arg_of_input=tuple(path[0].idx for path, _ in leaves),
+            donated=donated if _compat.is_jitted(step) else (),
+            seconds=time.perf_counter() - start,
+            losses=tuple(marks.losses),
+            changes=changes,
+        )
+
+    context = contextvars.copy_context()
+    first = traced_with(())
+    return replace(first, retrace=lambda changes: context.run(traced_with, changes))
 
 
 # --- arguments --------------------------------------------------------------------------------
@@ -288,6 +309,20 @@ def _refuse_explicit(mesh, where: str) -> None:
         )
 
 
+def refuse_other_devices(jaxpr, count: int) -> None:
+    """Raise TraceError for a `shard_map` over another number of devices than the plan's."""
+    for eqn in _compat.open_jaxpr(jaxpr)[0].eqns:
+        for body in _compat.subjaxprs(eqn):
+            refuse_other_devices(body, count)
+        if eqn.primitive.name == "shard_map" and eqn.params["mesh"].size != count:
+            mesh = eqn.params["mesh"]
+            raise TraceError(
+                f"shard_map over a mesh {dict(mesh.shape)} of {mesh.size} devices at "
+                f"{_compat.source_line(eqn)}, but the plan is for {count}: all of a step runs on "
+                "the same devices. Give it a mesh of all of them, or plan for as many as it has"
+            )
+
+
 # --- state ------------------------------------------------------------------------------------
 
 
@@ -301,7 +336,8 @@ def state_pairs(
     outermost, else the first. A lone array says little (a batch may look like a prediction): it
     counts only inside the first arguments, up to one that is not state throughout, and a scalar
     only as the first argument. It needs a result of its own, if it is an argument of its own (but
-    not the last) or inside the first one, or else a result whose path ends alike.
+    not the last) or inside the first one, or else a result whose path ends alike. An object of one
+    array (an optimizer that counts steps) is state as well if it comes back under its name.
     """
 
     def types(avals, tree, start):
@@ -326,16 +362,22 @@ def state_pairs(
         alone = len(other_path) < 2 and (len(path) == 1 or path[0] == in_keys[0][0])
         return alone or (len(path) > 1 and _common_suffix(path, other_path) > 0)
 
+    def is_object(tree) -> bool:
+        kind = (tree.node_data() or (None,))[0]
+        return kind not in (None, tuple, list, dict)
+
     inside = [node for node in _subtrees(in_tree, 0, in_keys) if node[2]]
     for tree, start, path in sorted(inside, key=lambda node: (-node[0].num_leaves, node[1])):
         size = tree.num_leaves
-        if start in paired or (size == 1 and not counts(start, path)):
+        by_name = size == 1 and not counts(start, path)
+        if start in paired or (by_name and not is_object(tree)):
             continue
         free = [
             (-_common_suffix(path, other_path), len(other_path), at)
             for other, at, other_path in wanted.get(types(in_avals, tree, start), ())
             if other == tree
             and may_be(tree, path, other_path)
+            and (not by_name or _common_suffix(path, other_path) > 0)
             and taken.isdisjoint(range(at, at + size))
         ]
         if free:

@@ -8,6 +8,7 @@ and key heads.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import gcd
 from typing import Any
 
@@ -115,7 +116,23 @@ def _keep(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple]:
 
 
 flash_attention.defvjp(_keep, lambda kept, g: _backward(*kept, g))
-ATTENTION = ("xla", "flash")
+
+
+def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """The same by cuDNN: on GPUs, 16-bit numbers, heads of a size that divides by 8."""
+    batch, seq, heads, group, size = q.shape
+    y = jax.nn.dot_product_attention(
+        q.reshape(batch, seq, heads * group, size), k, v,
+        scale=1.0, is_causal=True, implementation="cudnn",
+    )  # fmt: skip
+    return y.reshape(q.shape)
+
+
+KERNELS: dict[str, Callable[..., jax.Array]] = {
+    "flash": flash_attention,
+    "cudnn": cudnn_attention,
+}
+ATTENTION = ("xla", *KERNELS)  # "xla": products and a softmax, as the models have them
 
 
 def check_attention(name: str) -> None:

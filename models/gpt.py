@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from models.attention import check_attention, flash_attention
+from models.attention import KERNELS, check_attention
 from models.workload import (
     Workload,
     at_least_f32,
@@ -36,7 +36,7 @@ class Config:
     padded_vocab: int | None = None
     dropout: float = 0.0
     remat: bool = False
-    attention: str = "xla"  # products and a softmax, or "flash": one kernel (models/attention.py)
+    attention: str = "xla"  # products and a softmax, or a kernel: models/attention.py
     dtype: Any = jnp.bfloat16
 
     def __post_init__(self) -> None:
@@ -79,11 +79,11 @@ class Attention(nn.Module):
         size = c.hidden // c.heads
         q, k, v = jnp.unstack(dense((3, c.heads, size), name="qkv")(x), axis=2)
         q = q * size**-0.5
-        if c.attention == "flash":
-            y = flash_attention(q[:, :, :, None], k, v)[:, :, :, 0]
-        else:
+        if c.attention == "xla" or self.is_initializing():  # parameters need no kernel
             weights = causal_softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
             y = jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+        else:
+            y = KERNELS[c.attention](q[:, :, :, None], k, v)[:, :, :, 0]
         return dense(c.hidden, axis=(-2, -1), name="out")(y)
 
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from models.attention import check_attention, flash_attention
+from models.attention import KERNELS, check_attention
 from models.workload import (
     Workload,
     at_least_f32,
@@ -41,7 +41,7 @@ class Config:
     theta: float = 500000.0
     scan: bool = False
     remat: bool = False
-    attention: str = "xla"  # products and a softmax, or "flash": one kernel (models/attention.py)
+    attention: str = "xla"  # products and a softmax, or a kernel: models/attention.py
     dtype: Any = jnp.bfloat16
 
     def __post_init__(self) -> None:
@@ -101,11 +101,11 @@ class Attention(nn.Module):
         q = rotate(project(c.heads, "q"), angles) * size**-0.5
         q = q.reshape(batch, seq, c.kv_heads, c.heads // c.kv_heads, size)
         k, v = rotate(project(c.kv_heads, "k"), angles), project(c.kv_heads, "v")
-        if c.attention == "flash":
-            y = flash_attention(q, k, v)
-        else:
+        if c.attention == "xla" or self.is_initializing():  # parameters need no kernel
             weights = causal_softmax(jnp.einsum("bqhgd,bkhd->bhgqk", q, k))
             y = jnp.einsum("bhgqk,bkhd->bqhgd", weights, v)
+        else:
+            y = KERNELS[c.attention](q, k, v)
         return dense(c.hidden, name="out")(y.reshape(batch, seq, c.hidden))
 
 

@@ -70,7 +70,7 @@ def train():
         say(plan=plan, digest=step.plan.digest(), cluster=step.cluster.name, losses=found)
     state = step.init(work.init, jax.random.key(0), batch=work.batch)
     _, found = losses(step, state, (work.make_batch(i) for i in range(3)))
-    say(whole=found)
+    say(whole=found, why=step.plan.why("pair_0/up/kernel"))
     refused(work)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 
-from jaxscaler.solve import INFINITY, StrategyProblem, make_problem
+from jaxscaler.solve import INFINITY, StrategyProblem, evaluate, make_problem
 from jaxscaler.solve.kernel import FORBIDDEN, Kernel
 
 
@@ -97,3 +98,85 @@ def kernel_least(kernel: Kernel) -> int | None:
         if cost < FORBIDDEN and kernel.fits(choice) and (best is None or cost < best):
             best = cost
     return best
+
+
+def program_like(
+    rng: np.random.Generator,
+    ops: int,
+    *,
+    widest: int = 6,
+    hub: int = 0,
+    follow: float = 0.4,
+    barrier: float = 0.1,
+    chords: float = 0.6,
+    resident: float = 0.1,
+    slack: float | None = 1.1,
+    digits: tuple[float, float] = (3.0, 6.0),
+    islands: int = 1,
+) -> tuple[StrategyProblem, np.ndarray]:
+    """(problem, a feasible choice): `ops` operations as automatic sharding sees them.
+
+    A strategy assigns three mesh axes of size 4 to one of three dims or to none. Edges cost volume
+    times axes that differ; an op that `follow`s takes its operand's strategies, and of `barrier`
+    edges half is forbidden. Memory is volume over shards from an op to its last reader, or for
+    `resident` ones throughout; the limit is `slack` times what the leanest choice takes (None: no
+    limit). hub: strategies of one op. digits: range of log10 volume. islands: parts without edges
+    between them.
+    """
+    shards = np.array([1, 4, 4, 4])
+    volumes = np.array([int(10 ** rng.uniform(*digits)) for _ in range(ops)])
+    span = -(-ops // islands)
+    specs: list[np.ndarray] = []
+    lean = np.zeros(ops, np.int64)
+    last = np.arange(ops) + 1
+    costs, edges = [], []
+    for v in range(ops):
+        first = v - v % span
+        near = [v - 1 - int(rng.geometric(0.3) - 1)]
+        if rng.random() < chords:
+            near.append(v - 1 - int(rng.integers(0, 30)))
+        operands = sorted({max(first, u) for u in near} if v > first else [])
+        follows = bool(operands) and rng.random() < follow
+        if follows:
+            specs.append(specs[operands[0]])
+            lean[v] = lean[operands[0]]
+        else:
+            k = hub if hub and v == ops // 2 else int(rng.integers(2, widest + 1))
+            specs.append(rng.integers(0, 4, (k, 3)))
+            lean[v] = np.argmax(np.prod(shards[specs[v]], axis=1))
+        k = len(specs[v])
+        free = follows or rng.random() < 0.1
+        costs.append(np.zeros(k) if free else volumes[v] * 10 * rng.random(k))
+        for u in operands:
+            last[u] = v + 1
+            away = (specs[u][:, None] != specs[v]).sum(axis=2)
+            table = (volumes[u] * away * (1 + 0.01 * rng.random(away.shape))).astype(np.int64)
+            if follows and u == operands[0]:
+                table = np.where(np.eye(k, dtype=bool), 0, INFINITY)
+            elif rng.random() < barrier:
+                shut = rng.random(table.shape) < 0.5
+                shut[lean[u], lean[v]] = False
+                table[shut] = INFINITY
+            edges.append((u, v, table))
+    usages = []
+    for v in range(ops):
+        lo, hi = (0, ops) if rng.random() < resident else (v, int(last[v]))
+        usages.append((v, lo, hi, 1 + volumes[v] // np.prod(shards[specs[v]], axis=1)))
+    problem = make_problem([c.astype(np.int64).tolist() for c in costs], edges, usages)
+    if slack is not None:
+        peak = evaluate(problem, lean)[1]
+        problem = replace(problem, usage_limit=int(peak * slack))
+    return problem, lean
+
+
+FAMILIES: dict[str, dict] = {
+    "plain": {},
+    "dense": dict(resident=0.9, follow=0.2),
+    "tight": dict(slack=1.0, barrier=0.9, chords=1.0, follow=0.2),
+    "hub": dict(hub=400, widest=10),
+    "no limit": dict(slack=None, follow=0.1, chords=1.0),
+    "islands": dict(islands=20),
+    "islands without limit": dict(islands=20, slack=None, chords=1.0),
+    "wide range": dict(digits=(0.0, 11.0)),
+    "barriers": dict(barrier=0.9, follow=0.2),
+}

@@ -188,6 +188,20 @@ def test_flash_holds_no_square():
     assert sizes["xla"] >= square > sizes["flash"]
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_models_with_cudnn_are_planned_where_it_is_not(name):
+    """State is made without it; a GPU's part of the samples is all that it is given."""
+    w = MODELS[name](seq=32, attention="cudnn")
+    step = js.parallelize(w.step, cluster="h100:8", constraints=recipes.zero(), cache=False)
+    step.plan_for(w.init, jax.random.key(0), batch=w.batch)
+    kernels = [d for d in step.plan.decisions if "attention" in d.subject and d.what == "op"]
+    assert len(kernels) >= 2
+    assert all(d.cuts == (("device", "batch"),) for d in kernels)
+    with _compat.cudnn_on_any_host():
+        text = step.compiled().lower("cuda").as_text()
+    assert text.count("@CustomSPMDPartitioning") >= 2
+
+
 def test_an_unknown_attention():
-    with pytest.raises(ValueError, match="xla, flash"):
+    with pytest.raises(ValueError, match="xla, flash, cudnn"):
         gpt.workload(attention="ring")

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from jaxscaler import Plan, cli
+from jaxscaler import Plan, cli, dump_program
 from jaxscaler.solve import evaluate
 from jaxscaler.solve.iopddl import read_problem
 
@@ -206,6 +206,27 @@ def test_constraints_that_clash_are_status_1_and_leave_no_file(capsys, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
+def test_constraints_from_a_file(capsys, tmp_path):
+    file = tmp_path / "lines.yaml"
+    file.write_text("- op_trans: [values: {role: parameter}, Replicate]\n")
+    assert cli.main(["plan", *TINY, "--constraints", str(file), "--json", "--quiet"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["constraints"] == ["op_trans(values(role='parameter'), Replicate())"]
+    file.write_text("- op_trans: [values: {rule: parameter}, Replicate]\n")
+    status, text = error_of(capsys, "plan", *TINY, "--constraints", str(file))
+    assert status == 1
+    assert text.startswith(f"{file}:1: values has no 'rule'; did you mean 'role'?")
+
+
+def test_recipes_beside_the_searched_plan(capsys):
+    argv = ["compare", *TINY, "--recipe", "zero_3", "expert_parallel", "--quiet"]
+    assert cli.main([*argv, "--json"]) == 0
+    rows = {row["plan"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows.keys() == {"searched", "zero_3", "expert_parallel"}
+    assert rows["searched"]["seconds"] <= rows["zero_3"]["seconds"] * (1 + 1e-9)
+    assert "matches nothing" in rows["expert_parallel"]["reason"]
+
+
 def test_what_does_not_fit_is_status_3_and_leaves_no_file(capsys, tmp_path):
     file = tmp_path / "plan.json"
     status, text = error_of(capsys, "plan", *TINY, "--memory", "1e-6", "--out", str(file))
@@ -238,7 +259,7 @@ def test_show_prints_what_was_planned(capsys, planned):
     assert cli.main(["show", str(file), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(file.read_text())
     assert cli.main(["show", str(file), "--program"]) == 0
-    assert capsys.readouterr().out.splitlines() == plan.program()
+    assert capsys.readouterr().out == dump_program(plan.program())
 
 
 # -- solve -----------------------------------------------------------------------------------------
@@ -306,4 +327,4 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path):
 def test_python_dash_m(planned):
     argv = [sys.executable, "-m", "jaxscaler", "show", str(planned / "plan.json"), "--program"]
     done = subprocess.run(argv, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == Plan.load(planned / "plan.json").program()
+    assert done.stdout == dump_program(Plan.load(planned / "plan.json").program())

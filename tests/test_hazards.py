@@ -283,7 +283,9 @@ def test_scanned_and_unrolled_memory():
         work = llama.workload("tiny", scan=scan, seq=64, batch=16, layers=6)
         plan = planned(work.step, work.state, work.batch, constraints=recipes.data_parallel())
         peaks.append(plan.predicted.peak_bytes)
-    assert 1 <= peaks[1] / peaks[0] < 1.5  # what a loop stacks stays until its end
+    # What a loop stacks stays until its end, JAX stacks softmaxes in f32 too, and the largest stack
+    # is laid out anew between the loops: compiled for H100 the ratio is 1.56 at 3 layers.
+    assert 1 <= peaks[1] / peaks[0] < 1.8
 
 
 def test_weights_are_gathered_after_the_cast():
@@ -362,6 +364,13 @@ def test_opaque_calls_run_whole_and_say_so(call, mapped):
 
 def test_shard_map_over_other_devices_is_refused(mapped):
     inner = mapped(4)
-    step = js.parallelize(lambda w, x: (w * 0.9, inner(x * w).sum()), cluster="cpu:8", donate=())
-    with pytest.raises(ValueError, match=r"incompatible devices.*shard_map"):
-        step(np.float32(2), np.ones((16, 8), np.float32))
+
+    def step(w, x):
+        return jax.lax.scan(lambda w, _: (w + inner(x * w).sum(), None), w, length=2)[0]
+
+    arguments = np.float32(2), np.ones((16, 8), np.float32)
+    message = r"shard_map over a mesh \{'x': 4\} of 4 devices at .*test_hazards.*plan is for 8"
+    with pytest.raises(js.TraceError, match=message):
+        js.parallelize(step, cluster="cpu:8")(*arguments)
+    with pytest.raises(js.TraceError, match=message):
+        js.plan(step, *arguments, cluster="cpu:8")

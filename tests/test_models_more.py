@@ -6,9 +6,9 @@ import numpy as np
 import optax
 import pytest
 
-from models import dlrm, moe, resnet, unet, vit
+from models import dlrm, moe, resnet, swin, unet, vit
 
-MODELS = {"resnet": resnet, "vit": vit, "unet": unet, "moe": moe, "dlrm": dlrm}
+MODELS = {"resnet": resnet, "vit": vit, "unet": unet, "moe": moe, "dlrm": dlrm, "swin": swin}
 
 
 # Totals of torchvision's ResNets and ViTs; of the papers for the U-Nets and Mixtral, to the digits

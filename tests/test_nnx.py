@@ -143,6 +143,22 @@ def test_roles_paths_and_pairs():
     assert graph.output_paths[-1] == "result"
 
 
+def test_an_optimizer_that_only_counts_steps_is_state():
+    def create_plain():
+        model = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.sgd(1e-2), wrt=nnx.Param)
+
+    step = js.parallelize(update, cluster="cpu:8", constraints=recipes.zero())
+    model, optimizer = step.init(create_plain, batch=make_batch())
+    assert {t.path: t.role for t in step.plan.tensors if t.path.startswith("opt")} == {
+        "optimizer/step": "optimizer"
+    }
+    assert step.planned.batch_arguments == (2,) and step.planned.state_arguments == (0, 1)
+    step(model, optimizer, make_batch())
+    assert int(optimizer.step[...]) == 1
+    assert isinstance(step.abstract_state()[1], nnx.Optimizer)
+
+
 @pytest.mark.parametrize("donated", [(), ("model", "optimizer")])
 def test_nnx_jit_is_unwrapped_and_its_options_hold(reference, donated):
     expected, losses = reference
@@ -390,26 +406,71 @@ def test_same_numbers_of_other_modules(make, tx, wrt):
     assert_same(got, want)
 
 
-def test_partition_annotations_without_a_mesh():
-    """Flax makes such a model only with eager sharding off; the annotation stays with the array."""
-
-    class Annotated(Tied):
-        def __init__(self, rngs):
-            super().__init__(rngs)
-            init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
-            kinds = dict(param_dtype=jnp.float64, kernel_init=init)
-            self.one = nnx.Linear(WIDTH, WIDTH, rngs=rngs, **kinds)
+def annotated(out_sharding, **metadata):
+    """(create, a model's kernel) where the kernel says how it lies."""
 
     def create():
-        model = Annotated(nnx.Rngs(0))
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), out_sharding, **metadata)
+        kinds = dict(rngs=nnx.Rngs(0), param_dtype=jnp.float64)
+        model = nnx.Sequential(
+            nnx.Linear(WIDTH, HIDDEN, kernel_init=init, **kinds), nnx.Linear(HIDDEN, WIDTH, **kinds)
+        )
         return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
 
+    return create
+
+
+KERNEL = "model/layers/0/kernel"
+MESH = {"data": 2, "model": 4}
+
+
+def specs_of(plan):
+    return {t.path: t.spec for t in plan.tensors}
+
+
+def test_what_variables_say_is_kept_on_a_mesh():
+    create = annotated((None, "model"))
     with nnx.use_eager_sharding(False):
-        step = js.parallelize(update, cluster="cpu:8", constraints=recipes.zero())
-        model, optimizer = step.init(create, batch=make_batch())
-        assert np.isfinite(step(model, optimizer, make_batch()))
-    assert model.one.kernel.out_sharding == (None, "model")
-    assert len(model.one.kernel.get_value().sharding.device_set) == 8
+        want = create()
+    losses = run(nnx.jit(update), want)
+    step = js.parallelize(update, cluster="cpu:8", mesh=MESH)
+    got = step.init(create, batch=make_batch())
+    assert specs_of(step.plan)[KERNEL] == ((), ("model",))
+    np.testing.assert_allclose(run(step, got), losses, rtol=1e-9, atol=1e-12)
+    kernel = got[0].layers[0].kernel
+    assert kernel.out_sharding == (None, "model")
+    assert kernel.get_value().sharding.shard_shape((WIDTH, HIDDEN)) == (WIDTH, HIDDEN // 4)
+    assert_same(got, want)
+
+
+def test_what_variables_say_without_a_mesh_is_said():
+    step = js.parallelize(update, cluster="cpu:8", constraints=recipes.zero())
+    with pytest.warns(UserWarning, match=rf"'model'\) of an nnx.Param \({KERNEL}\)"):
+        model, optimizer = step.init(annotated((None, "model")), batch=make_batch())
+    assert np.isfinite(step(model, optimizer, make_batch()))
+    assert model.layers[0].kernel.out_sharding == (None, "model")
+
+
+def test_names_of_variables_go_through_rules():
+    create = annotated(("embed", "mlp"), sharding_rules=(("embed", "data"),))
+    step = js.parallelize(update, cluster="cpu:8", mesh=MESH)
+    with nnx.logical_axis_rules([("mlp", "model")]):
+        step.plan_for(create, batch=make_batch())
+    assert specs_of(step.plan)[KERNEL] == (("data",), ("model",))
+    with pytest.raises(js.ConstraintError, match=rf"Param \({KERNEL}\).* has no axis 'mlp'"):
+        js.parallelize(update, cluster="cpu:8", mesh=MESH).plan_for(create, batch=make_batch())
+
+
+def test_what_variables_and_specs_say_must_agree():
+    with nnx.use_eager_sharding(False):
+        objects = annotated((None, "model"), optimizer_sharding=("data", "model"))()
+    plan = js.plan(update, *objects, make_batch(), cluster="cpu:8", mesh=MESH)
+    moments = [s for path, s in specs_of(plan).items() if path.endswith("mu/layers/0/kernel")]
+    assert moments == [(("data",), ("model",))]
+    specs = {KERNEL: jax.P("model")}
+    message = rf"specs\['{KERNEL}'\] = P\('model'\) .*, and out_sharding=\(None, 'model'\) of an"
+    with pytest.raises(js.ConstraintError, match=message):
+        js.plan(update, *objects, make_batch(), cluster="cpu:8", mesh=MESH, specs=specs)
 
 
 def test_another_batch_size_keeps_the_objects():

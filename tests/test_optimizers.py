@@ -14,6 +14,9 @@ import jaxscaler as js
 from jaxscaler import recipes
 from jaxscaler.lower.state import bytes_per_device
 from jaxscaler.lower.step import achieved
+from jaxscaler.program import ALL, Split, op_trans, ops, values
+from jaxscaler.verify.hlo import read_hlo
+from jaxscaler.verify.normal_form import COLLECTIVES
 from models import gpt
 
 PLANS = {"searched": list, "zero3": recipes.zero, "tensor": recipes.tensor_parallel}
@@ -82,8 +85,8 @@ def make_batch(seed=0):
     return {k: rng.standard_normal((BATCH, WIDTH)) for k in ("x", "y")}
 
 
-def trained_with(tx):
-    """(init, step) of the small model."""
+def trained_with(tx, init_params=init_params, loss_fn=loss_fn):
+    """(init, step) of the small model, or of another."""
 
     def init(rng):
         params = init_params(rng)
@@ -246,3 +249,77 @@ def test_moments_lie_as_their_parameters():
     for path in moments:
         assert layouts[path] == layouts["state/params/up/w"]
         assert roles[path] == "optimizer"
+
+
+# -- whole matrices ------------------------------------------------------------------------------
+
+LAYERS = 8
+
+
+def stacked_with_muon():
+    """(init, step): eight layers of square matrices, stacked, under muon."""
+
+    def init_params(rng):
+        return {"layers": {"w": 0.2 * jax.random.normal(rng, (LAYERS, WIDTH, WIDTH))}}
+
+    def loss_fn(params, batch):
+        hidden, _ = jax.lax.scan(
+            lambda x, w: (jnp.tanh(x @ w), None), batch["x"], params["layers"]["w"]
+        )
+        return jnp.mean((hidden - batch["y"]) ** 2)
+
+    tx = contrib.muon(
+        1e-2, muon_weight_dimension_numbers=lambda params: jax.tree.map(
+            lambda _: contrib.MuonDimensionNumbers(1, 2), params
+        ),
+    )  # fmt: skip
+    return trained_with(tx, init_params, loss_fn)
+
+
+def communicated_between_products(step):
+    """Collectives that depend on one of the Newton-Schulz products, and on which another does."""
+    compiled = step.compiled().compiled
+    nodes = read_hlo(compiled.as_text(), step.mesh())
+    products = {i for i, node in enumerate(nodes) if node.op == "dot" and not node.loop}
+    assert len(products) == 15  # five iterations of three; those of the model stand in loops
+    before, after = set(products), set(products)
+    for i, node in enumerate(nodes):
+        if not after.isdisjoint(node.inputs):
+            after.add(i)
+    for i, node in reversed(list(enumerate(nodes))):
+        if i in before:
+            before.update(node.inputs)
+    return [nodes[i].op for i in sorted(before & after) if nodes[i].op in COLLECTIVES]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [op_trans(values("opt/*/mu/*"), Split(0), ALL),
+     op_trans(ops(phase="update", primitive="dot_general"), Split("contraction"), ALL)],
+    ids=["whole", "cut"],
+)  # fmt: skip
+def test_each_device_has_its_own_matrices(line, monkeypatch):
+    """The layers of a stack are a batch to the Newton-Schulz iteration: to split them is to give
+    each device whole matrices, and nothing is communicated from its first product to its last.
+    """
+    monkeypatch.setitem(PLANS, "line", lambda: [line])
+    init, step = stacked_with_muon()
+    planned, _ = assert_same_numbers(init, step, *expected(init, step), "line")
+    whole = line.algo == Split(0)
+    if whole:
+        (moments,) = [t.spec for t in planned.plan.tensors if "/mu/" in t.path]
+        assert moments[0] and not any(moments[1:])
+    assert (communicated_between_products(planned) == []) == whole
+
+
+def test_matrices_are_given_to_devices_where_that_pays(monkeypatch):
+    monkeypatch.setitem(globals(), "WIDTH", 4096)
+    init, step = stacked_with_muon()
+    state = jax.eval_shape(init, jax.random.key(0))
+    batch = {k: jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float64) for k in ("x", "y")}
+    plan = js.plan(step, state, batch, cluster="h100:8", time_limit=20)
+    products = [d for d in plan.decisions if d.subject.startswith("update::dot_general")]
+    assert products and all(
+        {factor for _, factor in d.cuts} == {"f0"} and len(d.cuts) == len(plan.axes)
+        for d in products
+    )

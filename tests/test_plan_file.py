@@ -1,6 +1,7 @@
 """A plan as a file, as a program, and as tables."""
 
 import json
+import math
 from dataclasses import replace
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 from rich.console import Console
 
 import jaxscaler as js
-from jaxscaler import Plan, PlanError, planner, recipes
+from jaxscaler import Plan, PlanError, Replicate, Split, dump_program, planner, recipes
 from jaxscaler import search as search_module
 from jaxscaler.plan import Prediction, Search, Tensor, Traffic
 from jaxscaler.report.show import show, size_text, source_text, time_text
@@ -119,21 +120,27 @@ def test_a_plan_that_lacks_a_decision_is_refused_by_subject(plan):
 
 
 def test_a_plan_is_a_program_without_holes(plan):
-    lines = iter(plan.program())
     sizes = dict(plan.axes)
-    said = [(d.subject, d.cuts) for d in plan.decisions]
-    for i, d in reversed(list(enumerate(plan.decisions))):
-        if d.in_use is not None:
-            said.insert(i + 1, (f"{d.subject} in use", d.in_use))
-    for subject, cuts in said:
+    said: dict = {}
+    for line in plan.program():
+        assert line.source == "plan"
+        key = (line.subject.name, getattr(line.subject, "to", None) is not None)
+        said.setdefault(key, []).append(line)
+    halves = [((d.subject, False), d.cuts) for d in plan.decisions]
+    halves += [((d.subject, True), d.in_use) for d in plan.decisions if d.in_use is not None]
+    assert dict(halves).keys() == said.keys()
+    for key, cuts in halves:
+        lines = said[key]
         if not cuts:
-            assert next(lines) == f"op_trans({subject!r}, Replicate())"
-        for axis, factor in cuts:
-            assert next(lines) == f"op_trans({subject!r}, Split({factor!r}), {sizes[axis]})"
-            assert next(lines) == f"op_assign({subject!r}, {axis!r})"
-    assert next(lines, None) is None
-    text = "\n".join(plan.program())
-    assert "'any'" not in text and "ANY" not in text and "ALL" not in text
+            assert [line.algo for line in lines] == [Replicate()]
+        split = {x.algo.factor: (x.num, x.place) for x in lines if isinstance(x.algo, Split)}
+        for factor, (num, place) in split.items():
+            axes = [axis for axis, f in cuts if f == factor]
+            assert num == math.prod(sizes[axis] for axis in axes)
+            assert place == (axes[0] if len(axes) == 1 else tuple(axes))
+        assert set(split) == {f for _, f in cuts}
+    text = dump_program(plan.program())
+    assert "ANY" not in text and "ALL" not in text
 
 
 # -- tables ----------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ class TestInfeasible:
         text = str(error.value)
         assert "h100" in text and "8 devices" in text
         assert "kernel" in text and "GB" in text
-        need = float(text.split("the least that any plan takes is ")[1].split(" GB")[0]) * 1e9
+        need = float(text.split("the least found for a plan is ")[1].split(" GB")[0]) * 1e9
         need *= 1.006  # it is said to three digits
         fits = searched(workload, memory=need / Cluster.parse("h100:8").device.hbm_bytes)
         assert fits.plan.predicted.peak_bytes <= need

@@ -121,6 +121,10 @@ class TestTogether:
                 facts[len(PLANS)]["whole"], facts[1]["losses"][:3], rtol=1e-9
             )
 
+    def test_every_process_can_be_asked_why(self, said):
+        whys = {facts[len(PLANS)]["why"] for facts in said}
+        assert len(whys) == 1 and "pair_0/up/kernel" in whys.pop()
+
     def test_different_plans_are_refused_by_all(self, said):
         digests = [facts[-2]["own"] for facts in said]
         assert digests[0] != digests[1]

@@ -43,8 +43,8 @@ from models import mlp
         (op_trans(values("a/*"), Split(ANY), 4), "op_trans(values(path='a/*'), Split(ANY), 4)"),
         (op_trans(values(), Split(0), (2, 4)), "op_trans(values(), Split(0), (2, 4))"),
         (
-            op_trans(ops(phase="update", reads_parameter=True), Replicate()),
-            "op_trans(ops(phase='update', reads_parameter=True), Replicate())",
+            op_trans(ops(phase="update", parameter="*"), Replicate()),
+            "op_trans(ops(phase='update', parameter='*'), Replicate())",
         ),
         (op_assign(values(role="batch"), "node"), "op_assign(values(role='batch'), 'node')"),
         (forbid(op_trans(ops(), Split("sequence"))), "forbid(op_trans(ops(), Split('sequence')))"),
@@ -91,6 +91,7 @@ def test_recipes_are_programs():
     assert [str(line) for line in recipes.zero(1)] == [
         "op_trans(ops(phase=('forward', 'backward')), Split('batch'), ALL)",
         "op_trans(values(role='optimizer'), Split(ANY), ALL)",
+        "op_trans(values(role='parameter'), Replicate())",
     ]
     assert all(line.forbidden for line in recipes.tensor_parallel()[:2])
     assert str(recipes.data_parallel()[-1]) == "op_trans(ops(phase='update'), Replicate())"
@@ -193,8 +194,8 @@ def test_a_line_and_its_opposite_share_a_node_between_them(skeleton, factor, num
     bound = Constraints((line, forbid(line)), *skeleton)
     for node in skeleton[2].nodes:
         rows = st.strategies(node, mesh.shape)
-        does = bound.allowed(0, line, node, rows, mesh)
-        does_not = bound.allowed(1, forbid(line), node, rows, mesh)
+        does = bound.allowed(0, node, rows, mesh)
+        does_not = bound.allowed(1, node, rows, mesh)
         assert (does is None) == (does_not is None)
         if does is not None and node.name not in bound.relaxed[0]:
             np.testing.assert_array_equal(does, ~does_not)

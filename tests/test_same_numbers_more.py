@@ -18,6 +18,7 @@ from jaxscaler.cluster.mesh import candidate_meshes
 from jaxscaler.lower.step import achieved
 from jaxscaler.program import ALL, Split, op_trans, values
 from jaxscaler.solve.problem import INFINITY
+from jaxscaler.solve.shared import Shared
 from models import dlrm, moe, resnet, unet, vit
 
 WORKLOADS = {
@@ -55,6 +56,7 @@ def cases():
     ]
     # sorted by model: one reference is made, and kept, at a time
     order = list(WORKLOADS)
+    slow.remove(("depthwise", "tensor"))  # refused, see below
     rest = [pytest.param(*c, marks=pytest.mark.slow) for c in slow if c not in quick]
     both = [pytest.param(*c) for c in quick] + rest
     return sorted(both, key=lambda c: order.index(c.values[0]))
@@ -105,11 +107,11 @@ def choose_at_random(monkeypatch, seed):
     rng = np.random.default_rng(seed)
     meshes = candidate_meshes(Cluster.parse("cpu:8"))
     mesh = meshes[seed % len(meshes)]
-    price = search.price
+    tabulate = search.tabulate
 
-    def priced(*args):
-        found = price(*args)
-        p = found.problem
+    def tabled(*args):
+        found = tabulate(*args)
+        p = found.shared.whole()
         costs = rng.integers(0, 1000, len(p.node_costs))
         first = p.node_ptr[:-1]
         costs[first[np.diff(p.node_ptr) > 1]] = 3000  # the first strategy is to cut nothing
@@ -119,10 +121,10 @@ def choose_at_random(monkeypatch, seed):
             node_costs=np.where(p.node_costs >= INFINITY, p.node_costs, costs),
             edge_costs=np.where(p.edge_costs >= INFINITY, p.edge_costs, between),
         )
-        return dataclasses.replace(found, problem=problem)
+        return dataclasses.replace(found, shared=Shared.of(problem))
 
     monkeypatch.setattr(planner, "candidate_meshes", lambda cluster: [mesh])
-    monkeypatch.setattr(search, "price", priced)
+    monkeypatch.setattr(search, "tabulate", tabled)
 
 
 @pytest.mark.parametrize("groups", [4, 8])
@@ -140,6 +142,14 @@ def test_grouped_convolutions_follow_data_parallelism_as_far_as_the_compiler_doe
     else:
         assert cuts[conv.format(2)] == {}
         assert any("conv_2" in note for note in said)
+
+
+def test_a_depthwise_convolution_has_no_tensor_parallelism():
+    """All that it could be cut by is samples, which tensor parallelism alone forbids."""
+    w = resnet.workload(stages=(1,), groups=8)
+    message = r"(?s)conv_2.*forbid\(.*Split\('batch'\).*Split\(ANY\), ALL\)"
+    with pytest.raises(js.ConstraintError, match=message):
+        js.plan(w.step, w.state, w.batch, cluster="cpu:8", constraints=recipes.tensor_parallel())
 
 
 @pytest.mark.parametrize("axes", [1, 2])

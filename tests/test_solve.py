@@ -121,7 +121,8 @@ def test_infeasible_is_explained_by_name() -> None:
         ({"usage_node": np.array([2])}, "usage entry 0"),
         ({"usage_hi": np.array([-1])}, "usage entry 0: its interval"),
         ({"usages": np.array([1, -2])}, "usages must not be negative"),
-        ({"node_costs": np.array([2**59, 1, 2, 3])}, "could add up"),
+        ({"usages": np.array([2**59, 1])}, "could add up"),
+        ({"node_costs": np.array([-(10**18), 1, 2, 3])}, "below -10"),
     ],
 )
 def test_malformed_problems_are_named(change: dict, words: str) -> None:

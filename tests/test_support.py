@@ -61,6 +61,13 @@ def explicit(w):
         return js.plan(lambda w: w + 1, w, cluster="cpu:8")
 
 
+def on_half_of_the_devices(x):
+    kinds = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((4,), ("x",), axis_types=kinds, devices=jax.devices()[:4])
+    rows = jax.P("x")
+    return jax.shard_map(jnp.sin, mesh=mesh, in_specs=rows, out_specs=rows)(x)
+
+
 @pytest.mark.parametrize(
     ("claim", "plan"),
     [
@@ -73,8 +80,10 @@ def explicit(w):
         ("a leaf that is no array", lambda w: js.plan(lambda w, s: w, w, "text", cluster="cpu:8")),
         ("`jax.Ref` argument", lambda w: js.plan(
             lambda r: r[...] + 1, jax.new_ref(w), cluster="cpu:8")),
+        ("`shard_map` over another", lambda w: js.plan(
+            on_half_of_the_devices, w, cluster="cpu:8")),
     ],
-    ids=["shardings", "pmap", "explicit", "leaf", "ref"],
+    ids=["shardings", "pmap", "explicit", "leaf", "ref", "shard_map"],
 )  # fmt: skip
 def test_refused(claim, plan):
     (row,) = [line for line in TEXT.splitlines() if claim in line]

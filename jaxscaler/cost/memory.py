@@ -1,49 +1,97 @@
 """When each buffer of a step is live: the memory model's view of the compiled program.
 
-Rules, each measured against XLA's buffer assignment: arguments live throughout, donated state is
-updated in place; a value has a buffer if a kernel makes it (dot, conv, reduce, sort, loop …) or a
-kernel that can not fuse its operands reads it (dot, conv, scatter, loop, result); all else is fused
-into its readers, which then keep *its* operands alive; reshapes are aliases; what a loop reads
-lives until the loop ends, what it stacks lives from its start.
+A value has a buffer if a kernel makes it that fuses with nothing (dot, conv, reduce, sort, loop …)
+or reads it (dot, conv, scatter, loop, result); all else is fused into its readers, which then keep
+*its* operands alive. Reshapes and transposes are views; arguments live throughout, and donated
+state is updated in place; what a loop reads lives until the loop ends, what it stacks from its
+start; an elementwise kernel takes over an operand of as many bytes that dies there. What one
+compiler does and another does not is in `RULES`; docs/memory.md says how far it is true.
 """
 
 from __future__ import annotations
 
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
+from jaxscaler.cost.schedule import Schedule, schedule
 from jaxscaler.graph.fold import Folded
 from jaxscaler.graph.ir import CARRY, JOIN, SLICE, STACK, Loop, OpGraph
 
 # Kernels that take fused producers: they read a value without its having a buffer.
 FUSING_READERS = ("reduce_", "arg", "cum", SLICE, STACK, JOIN)
+WRITES_INTO = ("scatter", "dynamic_update_slice", CARRY)  # into the first operand, where it dies
+LOOKS = 64  # fused values that are looked through for the buffers behind them
+WIDE = {"bfloat16": 2.0, "float16": 2.0}  # bytes of f32 over those of the dtype
+
+
+class Rules(NamedTuple):
+    """What a compiler does with buffers."""
+
+    stored: frozenset[str]  # elementwise results that are stored when several ops read them
+    rows: bool  # a softmax over rows is one kernel: it writes over nothing, nor is it transposed
+    late: bool  # what only the update reads runs late (cost/schedule.py)
+    products_fuse: bool  # dots and convolutions compute elementwise operands themselves
+    unfused: frozenset[str]  # … unless they are one of these
+    tile: tuple[int, int]  # arguments are padded to it
+
+
+# Seen in buffer assignments of XLA as of jax 0.10.2 (GPU: of H100; TPU: memory_analysis of v5e):
+# stored: gelu's tanh is an output of the kernel that applies it, and read in the backward pass.
+# rows: four S x S of one attention layer are live at once; f32 copies of transposed gradients.
+# late: weight gradients of all layers run after the backward pass, or beside its collectives.
+# products_fuse: casts, masks and activations are computed as the matrix unit reads them; chains
+#   with an exponential or a division are not.
+# tile: arguments are laid out in (8, 128) tiles of the two dims that lose least; temporaries too,
+#   with little loss.
+RULES = {
+    "NVIDIA": Rules(frozenset({"tanh", "erf"}), True, True, False, frozenset(), (1, 1)),
+    "Google": Rules(
+        frozenset(), False, False, True, frozenset({"exp", "exp2", "div", "logistic"}), (8, 128)
+    ),
+}
+RULES["AMD"] = RULES["NVIDIA"]  # the same compiler; not measured
+
+
+def rules_for(vendor: str) -> Rules:
+    """The rules of a device vendor's compiler; those of NVIDIA for one without."""
+    return RULES.get(vendor, RULES["NVIDIA"])
+
+
+class Buffers(NamedTuple):
+    """Buffer i holds `share[i]` times value `value[i]`'s bytes from op `lo[i]` to op `hi[i]`."""
+
+    value: np.ndarray
+    share: np.ndarray
+    lo: np.ndarray
+    hi: np.ndarray
 
 
 class Lives(NamedTuple):
     """Buffers with their live rows: buffer i holds value `value[i]` in rows `lo[i]` .. `hi[i]`-1.
 
     Rows are the moments at which the live set can be largest, in program order: `moment[row]` is an
-    op id. Arguments are not listed: they live in every row.
+    op id. Arguments are not listed: they live in every row. `share`: times the value's bytes.
     """
 
     value: np.ndarray
     lo: np.ndarray
     hi: np.ndarray
     moment: np.ndarray
+    share: np.ndarray
 
 
-def live_buffers(graph: OpGraph, folded: Folded) -> Lives:
+def live_buffers(graph: OpGraph, folded: Folded, rules: Rules = RULES["NVIDIA"]) -> Lives:
     """Live rows of every buffer of a step, moments inside inner equal layers left out.
 
     Inner layers need no row of their own: from one layer to the next the live set of any plan grows
-    or shrinks by the same amount, so the largest is at the first or the last of them.
+    or shrinks by the same amount, so the largest is at the first or the last of them. Ops run in
+    program order: what a compiler runs later depends on the plan (`buffers` of its device graph).
     """
-    start, end, has = _ranges(graph)
-    values = np.flatnonzero(has)
-    lo, hi = start[values], end[values]
+    values, share, lo, hi = buffers(graph, rules._replace(late=False))
     if len(values) == 0:
-        return Lives(values, lo, hi, np.zeros(1, np.int64))
+        return Lives(values, lo, hi, np.zeros(1, np.int64), share)
     moments = _maximal(lo, hi)
     kept = moments[~folded.inner[np.clip(moments, 0, len(graph.ops) - 1)]]
     if len(kept) == 0:
@@ -51,7 +99,12 @@ def live_buffers(graph: OpGraph, folded: Folded) -> Lives:
     first = np.searchsorted(kept, lo, side="left")
     last = np.searchsorted(kept, hi, side="right")
     seen = last > first
-    return Lives(values[seen], first[seen], last[seen], kept)
+    return Lives(values[seen], first[seen], last[seen], kept, share[seen])
+
+
+def buffers(graph: OpGraph, rules: Rules) -> Buffers:
+    """All buffers of a graph but its arguments, and when they live."""
+    return _Ranges(graph, rules).run()
 
 
 def _maximal(lo: np.ndarray, hi: np.ndarray) -> np.ndarray:
@@ -62,62 +115,234 @@ def _maximal(lo: np.ndarray, hi: np.ndarray) -> np.ndarray:
     return ends[np.diff(begun, prepend=0) > 0]
 
 
-def _ranges(graph: OpGraph) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(first op, last op, has a buffer) per value."""
-    enclosing = _enclosing(graph)
-    primitive = [kind.primitive for kind in graph.kinds]
-    fusable = ["fusable" in kind.traits or kind.primitive == SLICE for kind in graph.kinds]
-    alias = ["alias" in kind.traits for kind in graph.kinds]
-    hungry = [  # kernels whose operands must lie in memory
-        not fusable[k] and not kind.primitive.startswith(FUSING_READERS)
-        for k, kind in enumerate(graph.kinds)
-    ]
-    start = np.maximum(graph.makers[:, 0], 0).tolist()
-    for loop in graph.loops:  # what a loop stacks is allocated before it
-        for op in graph.ops[loop.first : loop.last + 1]:
-            if primitive[op.kind] == STACK:
-                start[op.outputs[0]] = enclosing[op.id][-1].first - 1
-    end = [0] * len(graph.values)
-    has, needed = bytearray(len(graph.values)), bytearray(len(graph.values))
-    donated = {graph.outputs[o] for _, o in graph.state}
-    for v in graph.outputs:
-        if v >= 0 and v not in donated:
-            needed[v] = 1
-            end[v] = len(graph.ops)
+class _Ranges:
+    """Per value: first op, last op, whether it has a buffer; then what departs from that."""
 
-    for op in reversed(graph.ops):
-        k, name = op.kind, primitive[op.kind]
-        results = [v for v in op.outputs if v >= 0]
-        for v in results:
-            if name in (CARRY, STACK):
-                has[v] = 1
-                end[v] = max(end[v], enclosing[op.id][-1].last)
-            elif not alias[k] and (needed[v] or not fusable[k]):
-                has[v] = 1
-        at = op.id
-        if fusable[k] and not any(has[v] for v in results):  # read when its readers run
-            at = max((end[v] for v in results), default=at)
-        hands_on = alias[k] and any(needed[v] for v in results)
-        # the second operand of a carry is written into the carry's own buffer
-        for v in op.inputs[:1] if name == CARRY else op.inputs:
-            if v < 0:
-                continue
-            if hands_on or hungry[k]:
+    def __init__(self, graph: OpGraph, rules: Rules):
+        self.graph, self.rules = graph, rules
+        kinds = graph.kinds
+        self.primitive = [kind.primitive for kind in kinds]
+        self.fusable = ["fusable" in k.traits or k.primitive == SLICE for k in kinds]
+        self.view = ["alias" in k.traits or k.primitive == "transpose" for k in kinds]
+        self.elementwise = ["elementwise" in k.traits for k in kinds]
+        self.heavy = ["heavy" in k.traits for k in kinds]
+        self.hungry = [  # kernels whose operands must lie in memory
+            not self.fusable[k] and not kind.primitive.startswith(FUSING_READERS)
+            for k, kind in enumerate(kinds)
+        ]
+        self.maker = graph.makers[:, 0].tolist()
+        self.enclosing = enclosing(graph)
+        if rules.late:
+            self.place, self.kept = schedule(graph, self.fusable, self.heavy, self.enclosing)
+        else:
+            self.place, self.kept = Schedule(list(range(len(graph.ops))), frozenset())
+        self.start = np.maximum(graph.makers[:, 0], 0).tolist()
+        self.end = [0] * len(graph.values)
+        self.has = bytearray(len(graph.values))
+        self.costly = self.costly_values()
+        self.extra: list[tuple[int, float, int, int]] = []  # (value, share, lo, hi)
+
+    def run(self) -> Buffers:
+        self.begin()
+        self.live()
+        self.take_over()
+        if self.rules.rows:
+            self.transposed_rows()
+        found = [(v, 1.0, self.start[v], self.end[v]) for v in np.flatnonzero(self.has).tolist()]
+        found = [b for b in (*self.extra, *found) if b[3] >= b[2]]
+        value, share, lo, hi = zip(*found) if found else ((), (), (), ())
+        return Buffers(np.array(value, np.int64), np.array(share, float), np.array(lo, np.int64),
+                       np.array(hi, np.int64))  # fmt: skip
+
+    def costly_values(self) -> bytearray:
+        """Whether a fused value's chain back to buffers has an op that products do not compute."""
+        costly = bytearray(len(self.graph.values))
+        if self.rules.products_fuse:
+            for op in self.graph.ops:
+                if self.fusable[op.kind]:
+                    found = self.primitive[op.kind] in self.rules.unfused
+                    found = found or any(costly[v] for v in op.inputs if v >= 0)
+                    for v in op.outputs:
+                        if v >= 0:
+                            costly[v] = found
+        return costly
+
+    def begin(self) -> None:
+        for op in self.graph.ops:
+            for v in op.outputs:
+                if v >= 0:
+                    self.start[v] = self.place[op.id]
+            if self.primitive[op.kind] == STACK:  # allocated before its loop
+                self.start[op.outputs[0]] = self.enclosing[op.id][-1].first - 1
+
+    def live(self) -> None:
+        graph, has, end, start = self.graph, self.has, self.end, self.start
+        needed = bytearray(len(graph.values))
+        donated = {graph.outputs[o] for _, o in graph.state}
+        readers = np.bincount(np.unique(graph.reads[:, [0, 2]], axis=0)[:, 1],
+                              minlength=len(graph.values))  # fmt: skip
+        for v in graph.outputs:
+            if v >= 0 and v not in donated:
                 needed[v] = 1
-            last = at
-            for loop in enclosing[op.id]:
-                if start[v] < loop.first:  # made outside: alive until the loop ends
-                    last = max(last, loop.last)
-                    break
-            if last > end[v]:
-                end[v] = last
-    for v in (*donated, *graph.inputs, *graph.constants):  # arguments, and written in their place
-        if v >= 0:
-            has[v] = 0
-    return np.array(start, np.int64), np.array(end, np.int64), np.frombuffer(has, np.uint8) > 0
+                end[v] = len(graph.ops)
+        for op in reversed(graph.ops):
+            k, name = op.kind, self.primitive[op.kind]
+            results = [v for v in op.outputs if v >= 0]
+            stored = name in self.rules.stored
+            for v in results:
+                if name in (CARRY, STACK):
+                    has[v] = 1
+                    end[v] = max(end[v], self.enclosing[op.id][-1].last)
+                elif not self.view[k] and (
+                    needed[v]
+                    or not self.fusable[k]
+                    or v in self.kept
+                    or (stored and readers[v] > 1)
+                ):
+                    has[v] = 1
+            at = self.place[op.id]
+            if self.fusable[k] and not any(has[v] for v in results):  # read when its readers run
+                at = max((end[v] for v in results), default=at)
+            into = self.scattered(op)
+            hands_on = self.view[k] and any(needed[v] for v in results)
+            # the second operand of a carry is written into the carry's own buffer
+            for v in op.inputs[:1] if name == CARRY else op.inputs:
+                if v < 0:
+                    continue
+                if hands_on or (self.hungry[k] and not self.computes(k, v)):
+                    needed[v] = 1
+                last = at if into in (-1, v) else self.place[self.maker[into]]
+                for loop in self.enclosing[op.id]:
+                    if start[v] < loop.first:  # made outside: alive until the loop ends
+                        last = max(last, loop.last)
+                        break
+                if last > end[v]:
+                    end[v] = last
+        for v in (*donated, *graph.inputs, *graph.constants):  # arguments, and in their place
+            if v >= 0:
+                has[v] = 0
+
+    def scattered(self, op) -> int:
+        """The operand of a sum that is scattered into zeros: it is scattered into the other one."""
+        if self.primitive[op.kind] in ("add", "add_any") and not self.has[op.outputs[0]]:
+            for v in op.inputs:
+                o = self.maker[v] if v >= 0 else -1
+                if o >= 0 and self.primitive[self.graph.ops[o].kind] == "scatter-add":
+                    zeros = self.maker[self.graph.ops[o].inputs[0]]
+                    if zeros >= 0 and self.fusable[self.graph.ops[zeros].kind]:
+                        return v
+        return -1
+
+    def computes(self, k: int, v: int) -> bool:
+        """Whether a product of kind `k` computes its operand `v` itself."""
+        if not (self.rules.products_fuse and self.heavy[k]) or self.maker[v] < 0:
+            return False
+        return self.fusable[self.graph.ops[self.maker[v]].kind] and not self.costly[v]
+
+    def take_over(self) -> None:
+        """End a buffer where an op of as many bytes takes it over, before that one begins."""
+        graph, has, start, end = self.graph, self.has, self.start, self.end
+        taken = bytearray(len(graph.values))
+        for op in graph.ops:
+            made = [v for v in op.outputs if v >= 0 and has[v]]
+            into = self.primitive[op.kind].startswith(WRITES_INTO)
+            if not made or not (into or self.elementwise[op.kind]):
+                continue
+            behind, rows = self.behind(op.inputs[:1] if into else op.inputs)
+            whole = set()  # operands that a row reduction of the same kernel reads too
+            if rows and self.rules.rows:
+                whole = {u for r in rows for u in self.behind(graph.ops[r].inputs)[0]}
+            for v in made:
+                for u in behind:
+                    if (
+                        not taken[u] and u not in whole and end[u] == self.place[op.id]
+                        and start[u] <= start[v] and self.size(u) == self.size(v)
+                    ):  # fmt: skip
+                        taken[u] = 1
+                        end[u] = start[v] - 1
+                        break
+
+    def transposed_rows(self) -> None:
+        """A row softmax of a transposed product is computed again by each product that reads it.
+
+        In its gradient the other product is brought into the same layout, as a copy in f32. What
+        a loop stacks in such a layout is copied, the largest last, before another loop reads it.
+        """
+        graph = self.graph
+        readers: dict[int, list[int]] = {}
+        for o, _, v in graph.reads.tolist():
+            readers.setdefault(v, []).append(o)
+        stacks: dict[Loop, int] = {}
+        for op in graph.ops:
+            stacked = self.primitive[op.kind] == STACK
+            (v,) = op.outputs if len(op.outputs) == 1 else (-1,)
+            if not stacked and not (v >= 0 and self.elementwise[op.kind] and self.has[v]):
+                continue
+            behind, rows = self.behind(op.inputs)
+            products = sorted(u for u in behind if self.heavy[graph.ops[self.maker[u]].kind])
+            if stacked:
+                if any(behind[u] for u in products):
+                    loop = self.enclosing[op.id][-1]
+                    stacks[loop] = max(stacks.get(loop, v), v, key=self.nbytes)
+                continue
+            products = [u for u in products if self.count(u) == self.count(v)]
+            if not (rows and products and behind[products[0]]):
+                continue
+            at, newest = self.place[op.id], products[-1]
+            if len(products) > 1:
+                self.extra.append((newest, WIDE.get(graph.values[newest].dtype, 1.0), at, at))
+                self.end[newest] = min(self.end[newest], at - 1)
+                continue
+            hungry = (o for o in readers.get(v, ()) if self.hungry[graph.ops[o].kind])
+            first, *later = sorted({self.place[o] for o in hungry}) or [at]
+            if later:
+                self.extra.append((v, 1.0, later[0], self.end[v]))
+                self.end[v] = first
+                self.end[newest] = max(self.end[newest], later[0])
+        for v in stacks.values():
+            at = min((self.place[o] for o in readers.get(v, ())), default=self.end[v]) - 1
+            self.extra.append((v, 1.0, at, at))
+
+    def behind(self, inputs) -> tuple[dict[int, bool], list[int]]:
+        """The buffers that a fused op reads element by element: {value: is it transposed?}.
+
+        And the ops of row reductions whose results it reads on the way.
+        """
+        left, seen = [(v, False) for v in inputs if v >= 0], set[int]()
+        found: dict[int, bool] = {}
+        rows = []
+        while left and len(seen) < LOOKS:
+            v, turned = left.pop()
+            o = self.maker[v]
+            if o < 0 or v in seen:
+                continue
+            seen.add(v)
+            op = self.graph.ops[o]
+            name = self.primitive[op.kind]
+            if self.has[v]:
+                found[v] = turned
+                if name.startswith("reduce_"):
+                    rows.append(o)
+            elif self.elementwise[op.kind] or self.view[op.kind] or name == "broadcast_in_dim":
+                turned |= name == "transpose"
+                left.extend((u, turned) for u in op.inputs if u >= 0)
+        return found, rows
+
+    def count(self, v: int) -> int:
+        return prod(self.graph.values[v].shape)
+
+    def size(self, v: int) -> tuple[int, str]:
+        """Values of one size have as many bytes: elements, and the width that a dtype's name has.
+
+        "bfloat16" and "float16" differ in name only: both end in "16".
+        """
+        return self.count(v), self.graph.values[v].dtype.lstrip("abcdefghijklmnopqrstuvwxyz")
+
+    def nbytes(self, v: int) -> float:
+        return self.count(v) / WIDE.get(self.graph.values[v].dtype, 1.0)
 
 
-def _enclosing(graph: OpGraph) -> list[tuple[Loop, ...]]:
+def enclosing(graph: OpGraph) -> list[tuple[Loop, ...]]:
     """Per op: the loops it is in, outermost first."""
     inside: list[tuple[Loop, ...]] = [()] * len(graph.ops)
     for loop in sorted(graph.loops):  # an outer loop begins before what is in it

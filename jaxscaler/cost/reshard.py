@@ -194,6 +194,12 @@ def _parts(mesh: Mesh) -> np.ndarray:
     return sizes
 
 
+@lru_cache(maxsize=4096)
+def _prices(mesh: Mesh, kind: str, axes: int, nbytes: float) -> np.ndarray:
+    """[2**k]: seconds of a collective over a set of axes, by the set that cuts the tensor."""
+    return collective_time(kind, _group(mesh, axes), nbytes / _parts(mesh))
+
+
 def _layouts(mesh: Mesh, shape: Sequence[int], layouts: np.ndarray) -> np.ndarray:
     rows = np.ascontiguousarray(layouts, np.int64)
     k, rank = len(mesh.axes), len(shape)
@@ -223,7 +229,7 @@ def reshard_time(
     program = _program(len(shape), mesh.shape, src.tobytes(), dst.tobytes())
     prices = [np.zeros(1)]
     for kind, axes, cuts in program.collectives:
-        prices.append(collective_time(kind, _group(mesh, axes), nbytes / _parts(mesh)[cuts]))
+        prices.append(_prices(mesh, kind, axes, nbytes)[cuts])
     seconds = np.concatenate(prices)[program.slots].sum(axis=0)
     seconds[program.impossible] = np.inf
     return seconds
@@ -237,6 +243,13 @@ def reshard_collectives(
     Each is (kind, axis, bytes): arguments of `collective_time`, with `mesh.axis(axis)`; several
     axes in one collective are named with commas between. JaxscalerError if there is no way.
     """
+    return _collectives(mesh, tuple(shape), nbytes, tuple(map(int, src)), tuple(map(int, dst)))
+
+
+@lru_cache(maxsize=4096)
+def _collectives(
+    mesh: Mesh, shape: tuple[int, ...], nbytes: float, src: tuple[int, ...], dst: tuple[int, ...]
+) -> tuple[tuple[str, str, float], ...]:
     source, target = _layouts(mesh, shape, np.array([src])), _layouts(mesh, shape, np.array([dst]))
     if ((target == len(shape)) & (source != len(shape))).any():
         raise JaxscalerError(

@@ -40,16 +40,22 @@ from jaxscaler.graph.ir import (
     Loop,
     Op,
     OpGraph,
+    Origin,
     Region,
     Rule,
     Value,
 )
+from jaxscaler.graph.origin import AGAIN, read_origin
 from jaxscaler.trace import Traced
 
 LITERAL = -1
 PHASE = Op._fields.index("phase")
 ROLES = (PARAMETER, OPTIMIZER, BATCH, RNG)  # of an argument
 _WRAPPER = re.compile(r"(?:transpose|jvp|vmap|rematted_computation|checkpoint)\(([^()]*)\)")
+
+
+Where = tuple[str, str | None, Origin | None]  # module path, phase, origin
+OUTERMOST: Where = ("", None, None)
 
 
 def build(traced: Traced) -> OpGraph:
@@ -97,7 +103,7 @@ class _Builder:
             self.new_value(v.aval, "", p) for v, p in zip(closed.jaxpr.invars, self.traced.in_paths)
         ]
         self.constants = [self.new_value(v.aval, CONSTANT, "") for v in closed.jaxpr.constvars]
-        self.outputs = self.inline(closed.jaxpr, self.inputs, self.constants, (), 1, ("", None))
+        self.outputs = self.inline(closed.jaxpr, self.inputs, self.constants, (), 1, OUTERMOST)
 
     def new_value(self, aval, role: str, path: str = "") -> int:
         self.values.append((aval.shape, _compat.dtype_name(aval), role, path))
@@ -112,6 +118,7 @@ class _Builder:
         literal = _compat.Literal
         structured: dict[str, Callable[..., list[int]]] = dict.fromkeys(_compat.CALLS, self.call)
         structured.update({"scan": self.scan, "while": self.while_loop, "cond": self.cond})
+        structured.update({"name": self.handed_on, "reduce_precision": self.handed_on})
         for i, eqn in enumerate(jaxpr.eqns):
             operands = [LITERAL if isinstance(a, literal) else env[a] for a in eqn.invars]
             append = structured.get(eqn.primitive.name, self.equation)
@@ -133,16 +140,22 @@ class _Builder:
             self.regions.append(Region("remat", first, len(self.ops) - 1))
         return results
 
+    def handed_on(self, eqn, operands, key, repeat, spot) -> list[int]:
+        """What marks a value of a loss as kept (rewrite/recompute.py) is no op of its own."""
+        if spot[2] is not None and _compat.changes_nothing(eqn):
+            return operands
+        return self.equation(eqn, operands, key, repeat, spot)
+
     def equation(self, eqn, operands, key, repeat, spot) -> list[int]:
         kind = self.kind(eqn)
-        scope, phase = spot
+        scope, phase, origin = spot
         drop = _compat.DropVar
         results = [
             LITERAL if isinstance(v, drop) else self.new_value(v.aval, "") for v in eqn.outvars
         ]
         self.ops.append(
             Op(len(self.ops), key, kind, tuple(operands), tuple(results), phase or "", scope,
-               self.source(eqn), repeat)
+               self.source(eqn), repeat, (), origin)
         )  # fmt: skip
         annotated = eqn.primitive.name == "sharding_constraint" and results[0] != LITERAL
         if annotated and (said := _compat.annotation(eqn)) is not None:
@@ -164,11 +177,11 @@ class _Builder:
                         (dtype,), marker_rule(primitive, stacked, len(operands)), 0.0,
                         frozenset({"marker"}))  # fmt: skip
             self.kind_list.append((None, kind))
-        scope, phase = where
+        scope, phase, origin = where
         result = self.new_value(aval, "")
         self.ops.append(
             Op(len(self.ops), key, self.kind_of[signature], tuple(operands), (result,), phase or "",
-               scope, "", repeat, spot)
+               scope, "", repeat, spot, origin)
         )  # fmt: skip
         return result
 
@@ -243,18 +256,18 @@ class _Builder:
 
     # -- descriptions ------------------------------------------------------------------------------
 
-    def locate(self, where, eqn) -> tuple[str, str | None]:
-        """(module path, phase or None when only data flow can tell) of an equation."""
+    def locate(self, where: Where, eqn) -> Where:
+        """Module path, phase (None when only data flow can tell), origin of an equation."""
         name_stack = eqn.source_info.name_stack
         found = self.located.get((where, id(name_stack)))
         if found is None:
             found = self.located[where, id(name_stack)] = self.read_scope(where, str(name_stack))
         return found
 
-    def read_scope(self, where, stack: str) -> tuple[str, str | None]:
+    def read_scope(self, where: Where, stack: str) -> Where:
         found = self.scopes.get((where, stack))
         if found is None:
-            outer, phase = where
+            outer, phase, origin = where
             if "transpose(" in stack:
                 phase = BACKWARD
             elif "jvp(" in stack and phase is None:
@@ -262,8 +275,12 @@ class _Builder:
             scope = stack
             while scope != (scope := _WRAPPER.sub(r"\1", scope)):
                 pass
-            parts = [p for p in (outer, *scope.split("/")) if p]
-            found = self.scopes[where, stack] = ("/".join(parts), phase)
+            parts, at = read_origin([p for p in scope.split("/") if p])
+            again = AGAIN in parts or (origin is not None and origin.again)
+            if at:
+                origin = Origin(at[0], at[1:], again)
+            path = "/".join(p for p in (outer, *parts) if p)
+            found = self.scopes[where, stack] = (path, phase, origin)
         return found
 
     def source(self, eqn) -> str:

@@ -101,6 +101,17 @@ class Value(NamedTuple):
     path: str = ""
 
 
+class Origin(NamedTuple):
+    """Equation `key` (as `Op.key`) of the forward jaxpr of the step's marked loss number `loss`.
+
+    again: an op of the forward pass that runs once more, in the backward pass.
+    """
+
+    loss: int
+    key: tuple[int, ...]
+    again: bool = False
+
+
 class Op(NamedTuple):
     """One equation. `inputs` and `outputs` are value ids; -1 stands for a literal."""
 
@@ -116,6 +127,7 @@ class Op(NamedTuple):
     # of a marker, whose key is that of the loop or branch: (sub-jaxpr, operand of the loop, invar
     # of the body, outvar of the body, result of the loop), -1 where there is none
     spot: tuple[int, ...] = ()
+    origin: Origin | None = None  # the forward equation that it came from, forward or backward
 
 
 class Loop(NamedTuple):

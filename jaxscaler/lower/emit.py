@@ -59,6 +59,11 @@ def rows_of(
     return out
 
 
+def _gathers(spec: Spec, wanted: Spec) -> bool:
+    """Whether a dim is cut by fewer axes, or others, in the layout that is wanted."""
+    return any(not set(cut) <= set(then) for cut, then in zip(spec, wanted))
+
+
 class _Emitter:
     def __init__(self, graph, folded, space, axes, rows):
         self.graph, self.folded, self.space, self.rows = graph, folded, space, rows
@@ -112,6 +117,8 @@ class _Emitter:
         if read is not None:
             wanted, stays = self.spec(read)
             if not stays and (wanted != spec or partial):
+                if partial and _gathers(spec, wanted):
+                    path.append(spec)  # else XLA gathers a small operand of the product instead
                 path.append(wanted)
         elif partial:
             path.append(self.whole(v))

@@ -9,6 +9,7 @@ What an equation means, its custom derivative rules, its names and its source li
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import jax
 from jax.extend import core as jex
@@ -54,6 +55,17 @@ def constrain(closed_jaxpr, layouts: Layouts, mesh):
     return result
 
 
+def with_branch_ends(closed_jaxpr, layouts: Layouts, mesh) -> Layouts:
+    """`layouts` with what `constrain` adds to them: where branches of a `cond` end."""
+    writer = _Writer(layouts, mesh)
+    writer.body(closed_jaxpr, (), layouts.inputs)
+    ends = {key: dict(constraints) for key, constraints in layouts.body_outputs.items()}
+    for key, added in writer.ends.items():
+        here = ends.setdefault(key, {})
+        here.update({i: (*here.get(i, ()), *constraint) for i, constraint in added.items()})
+    return replace(layouts, body_outputs=ends)
+
+
 class _Writer:
     """Walks a jaxpr once; `seen` collects the keys of `layouts` that were met."""
 
@@ -64,6 +76,7 @@ class _Writer:
         tables = (layouts.results, layouts.operands, layouts.body_inputs, layouts.body_outputs)
         self.asked: set[Key] = set().union(*tables, layouts.kernels)
         self.seen: set[Key] = set()
+        self.ends: dict[Key, dict[int, Constraint]] = {}  # of branches, see `branches`
         self.touched = {key[:n] for key in self.asked for n in range(len(key) + 1)}
 
     def body(self, jaxpr, key: Key, inputs: Iterable[Spec | None] = ()):
@@ -93,6 +106,7 @@ class _Writer:
                 ends.setdefault(r, (spec,))
         clash = {r: c for r, c in ends.items() if any(k.get(r, c[0]) != c[0] for _, k in written)}
         if clash:
+            self.ends.update({(*key, s): clash for s in range(len(jaxprs))})
             written = [self.ended(jaxpr, (*key, s), clash) for s, jaxpr in enumerate(jaxprs)]
         return [body for body, _ in written]
 

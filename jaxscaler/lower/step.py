@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxscaler import _compat
 from jaxscaler.errors import PlanError
+from jaxscaler.grad import with_changes
 from jaxscaler.lower.interpret import constrain, named_sharding
 from jaxscaler.lower.layouts import Layouts, Spec
 from jaxscaler.trace import Traced
@@ -202,7 +203,8 @@ def _plain_jit(traced: Traced, donate: tuple[int, ...], compiler_options):
         options["donate_argnums"] = numbers
     if keywords := [name for name in names if name in traced.keywords]:
         options["donate_argnames"] = keywords
-    return jax.jit(step.__wrapped__ if _compat.is_jitted(step) else step, **options)
+    plain = step.__wrapped__ if _compat.is_jitted(step) else step
+    return jax.jit(with_changes(plain, traced.changes) if traced.changes else plain, **options)
 
 
 def donated_arguments(traced: Traced, layouts: Layouts | None) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from jaxscaler.cost.collective import collective_time
 from jaxscaler.cost.reshard import reshard_collectives
 from jaxscaler.graph import ir
 from jaxscaler.plan import Decision, Prediction, Specs, Tensor, Traffic
+from jaxscaler.report.memory import device_memory
 from jaxscaler.space import strategies as st
 from jaxscaler.space.nodes import factor_name
 from jaxscaler.space.problem import Priced, tensor_bytes
@@ -186,7 +187,7 @@ def prediction(priced: Priced, choice: np.ndarray, device, limit: float) -> Pred
         }
         parts = st.parts(model.space.nodes[i], row, sizes)
         busy += float(compute.seconds(work, parts, local, device)[0])
-    peak, by_role = peak_memory(priced, choice)
+    peak, by_role = device_memory(priced, choice, device)
     return Prediction(total, busy, total - busy, peak, limit, by_role)
 
 
@@ -202,7 +203,7 @@ def cost_of(priced: Priced, choice: np.ndarray) -> float:
 
 
 def peak_memory(priced: Priced, choice: np.ndarray) -> tuple[float, tuple[tuple[str, float], ...]]:
-    """(bytes at the fullest moment, the same by role)."""
+    """(bytes at the fullest of the rows that the search bounds, the same by role)."""
     model = priced.model
     rows = max(len(model.lives.moment), 1)
     by_role: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(rows + 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Sequence
 from textwrap import fill
@@ -9,9 +10,13 @@ from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
+from jaxscaler import _compat
 from jaxscaler.errors import PlanError
-from jaxscaler.graph.ir import STATE_ROLES
+from jaxscaler.graph.ir import STATE_ROLES, OpGraph
+from jaxscaler.lower.interpret import with_branch_ends
 from jaxscaler.plan import Plan, Specs
+from jaxscaler.report import standalone
+from jaxscaler.report.show import cuts_text, mesh_text
 
 INTERIOR = ("op", "cluster", "use")  # decisions on what neither comes in nor goes out
 NAMED = 12  # subjects of a layout that are named
@@ -42,7 +47,7 @@ def to_rules(plan: Plan) -> Rules:
     specs = {path: next(iter(s)) for path, s in found.items() if len(s) == 1}
     rules = tuple((pattern, partition_spec(spec)) for pattern, spec in _decision_list(specs))
     unsaid = [f"{path}: leaves of this path lie apart, no rule can tell them" for path in ambiguous]
-    unsaid.append(f"the mesh: {_mesh_text(plan)}")
+    unsaid.append(f"the mesh: {mesh_text(plan)}")
     unsaid += [f"{t.path}: {_spec_text(t.spec)}" for t in plan.tensors if t.role == "batch"]
     unsaid += _interior_words(plan)
     return Rules(rules, tuple(unsaid))
@@ -122,35 +127,92 @@ def _trimmed(spec: Specs) -> Specs:
 
 # -- source ----------------------------------------------------------------------------------------
 
+LINE = "# --- how the tables are applied"  # of `standalone`, where its source begins to be copied
 
-def to_python(plan: Plan, traced: Any, layouts: Any, donate: tuple[int, ...]) -> str:
-    """Source of a module with the plan's mesh, a spec per leaf, and `jit_step(step, mesh, *args)`.
+
+def to_python(
+    plan: Plan, traced: Any, graph: OpGraph, layouts: Any, donate: tuple[int, ...]
+) -> str:
+    """Source of a module with the plan's mesh, all its layouts, and `jit_step(step, mesh, *args)`.
 
     `traced`, `layouts`, `donate`: the step, its specs by position, and the arguments that it takes
-    over. Raises PlanError for a step whose arguments `jax.jit` gives no shardings: by keyword only.
+    over. Raises PlanError for a step with arguments by keyword only, which `jax.jit` gives no
+    shardings, and for a plan that changes the loss itself.
     """
     if traced.keywords:
         raise PlanError(
             f"jax.jit takes no shardings for arguments given by keyword ({traced.keywords}): plan "
             "the step with them given by position"
         )
-    inputs = _table(traced.in_paths, layouts.inputs)
-    outputs = _table(traced.out_paths, layouts.outputs)
-    static = tuple(traced.position(name) for name, _ in traced.static)
-    names = ", ".join(traced.arg_names)
+    if traced.changes:
+        raise PlanError(
+            f"the plan changes the loss before it is differentiated ({len(traced.changes)} changes,"
+            " such as recomputation), which no layout can say: plan.to_rules() gives those of the "
+            "state"
+        )
     axes = plan.axes or (("device", 1),)
-    words = list(_interior_words(plan))
-    if layouts.kernels:
-        words.append(f"{len(layouts.kernels)} kernels run under shard_map, each device on its part")
-    unsaid = "\n".join(map(_comment, words)) or "# Nothing."
-    options = [f"donate_argnums={_positions(traced, donate)!r}"]
-    options += [f"static_argnums={static!r}"] if static else []
+    layouts = with_branch_ends(traced.jaxpr, layouts, _compat.abstract_mesh(axes))
+    lines = {
+        op.key: f"{graph.kinds[op.kind].primitive} {op.source.rpartition('/')[2]}".strip()
+        for op in graph.ops
+    }
+    kernels, unsaid = {}, []
+    for key, specs in layouts.kernels.items():
+        if lines[key].startswith("pallas_call") and any(cut for s in specs[0] for cut in s):
+            unsaid.append(f"{lines[key]} runs under shard_map on the part of each device")
+        else:
+            kernels[key] = specs
+    static = tuple(traced.position(name) for name, _ in traced.static)
+    options = {"donate_argnums": _positions(traced, donate)}
+    if static:
+        options["static_argnums"] = static
+    names = ", ".join(traced.arg_names)
     return _SOURCE.format(
         title=f"Shardings of {getattr(traced.step, '__name__', 'step')}({names}) "
-        f"on {_mesh_text(plan)}, planned for {plan.cluster.get('name', 'a cluster')}.",
-        digest=plan.digest(), axes=repr(axes), arguments=repr(traced.arg_names), inputs=inputs,
-        outputs=outputs, options=", ".join(options), unsaid=unsaid,
-    )  # fmt: skip
+        f"on {mesh_text(plan)}, planned for {plan.cluster.get('name', 'a cluster')}.",
+        digest=plan.digest(),
+        axes=repr(axes),
+        arguments=repr(traced.arg_names),
+        inputs=_table(traced.in_paths, layouts.inputs),
+        outputs=_table(traced.out_paths, layouts.outputs),
+        inside=_inside(layouts, lines),
+        kernels="".join(f"    {key}: {_sides(specs)},\n" for key, specs in kernels.items()),
+        program=repr(standalone.program(traced.jaxpr)),
+        options=repr(options),
+        compiler_options=repr(dict(plan.compiler_options)),
+        in_context=_compat.in_mesh_context(traced.jaxpr),
+        functions=inspect.getsource(standalone).partition(LINE)[2].partition("\n")[2].strip(),
+        unsaid="\n".join(map(_comment, unsaid)) or "# Nothing.",
+    )
+
+
+def _inside(layouts: Any, lines: dict) -> str:
+    """Rows of INSIDE, in the order of the program."""
+    rows: dict[tuple[int, ...], dict[str, dict]] = {}
+    for side, tables in (
+        ("in", (layouts.operands, layouts.body_inputs)),
+        ("out", (layouts.results, layouts.body_outputs)),
+    ):
+        for key, at in (item for table in tables for item in table.items()):
+            rows.setdefault(key, {})[side] = at
+    text = ""
+    for key, sides in sorted(rows.items()):
+        said = ", ".join(
+            f"{side!r}: {{{', '.join(f'{i}: {_specs(specs)}' for i, specs in sorted(at.items()))}}}"
+            for side, at in sides.items()
+        )
+        what = lines.get(key) or (f"inside {lines.get(key[:-1], 'a call')}" if key else "the step")
+        text += f"    # {what}\n    {key}: {{{said}}},\n"
+    return text
+
+
+def _specs(specs: Sequence[Specs]) -> str:
+    return f"[{', '.join(map(_spec_text, specs))}]"
+
+
+def _sides(specs: tuple[Sequence[Specs], Sequence[Specs]]) -> str:
+    ins, outs = specs
+    return f"(({''.join(_spec_text(s) + ', ' for s in ins)}), {_specs(outs)})"
 
 
 def _comment(text: str) -> str:
@@ -175,10 +237,6 @@ def _spec_text(spec: Specs) -> str:
     return f"P({', '.join(parts)})"
 
 
-def _mesh_text(plan: Plan) -> str:
-    return ", ".join(f"{name}={size}" for name, size in plan.axes) or "one device"
-
-
 def _interior_words(plan: Plan) -> list[str]:
     """What the plan decides of tensors inside the step: by layout, and some of its subjects."""
     found: dict[tuple, list[str]] = {}
@@ -189,11 +247,10 @@ def _interior_words(plan: Plan) -> list[str]:
             found.setdefault(d.in_use, []).append(f"{d.subject} in use")
     lines = []
     for cuts, subjects in found.items():
-        layout = ", ".join(f"{factor} over {axis}" for axis, factor in cuts) or "whole"
         subjects.sort(key=lambda name: not name.endswith(("in use", "dot_general")))
         more = len(subjects) - NAMED
         rest = f", and {more} more that plan.program() lists" if more > 0 else ""
-        lines.append(f"inside the step, {layout}: {', '.join(subjects[:NAMED])}{rest}")
+        lines.append(f"inside the step, {cuts_text(cuts)}: {', '.join(subjects[:NAMED])}{rest}")
     return lines
 
 
@@ -203,14 +260,16 @@ Plain JAX. Plan {digest}.
 
     mesh = make_mesh()
     jitted = jit_step(step, mesh, *args)   # args: arrays or jax.ShapeDtypeStruct
-
-What this form can not say, and leaves to the compiler, is listed at its end.
 """
 
+import contextlib
+import hashlib
 import math
+from typing import Any
 
 import jax
 import numpy as np
+from jax.extend import core
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -223,44 +282,23 @@ INPUTS = {{
 OUTPUTS = {{
 {outputs}}}
 
+# By equation of the step's jaxpr (see `Body`): the specs of its operands and results, by position,
+# one after another.
+INSIDE = {{
+{inside}}}
 
-def make_mesh(devices=None):
-    """The mesh on `devices` (default: the first of all), in their order."""
-    names, sizes = zip(*AXES)
-    devices = (jax.devices() if devices is None else devices)[: math.prod(sizes)]
-    kinds = (AxisType.Auto,) * len(names)
-    return Mesh(np.array(devices).reshape(sizes), names, axis_types=kinds)
+# Equations that every device runs on its part alone: specs of all operands, of all results.
+KERNELS = {{
+{kernels}}}
 
+PROGRAM = {program}  # the digest of the jaxpr that INSIDE counts
+OPTIONS = {options}
+COMPILER_OPTIONS = {compiler_options}  # on GPUs
+IN_CONTEXT = {in_context}  # the step speaks of the axes of its mesh
 
-def path_of(keys):
-    """A path of `jax.tree_util` as the tables have it."""
-    parts = (jax.tree_util.keystr((key,), simple=True) for key in keys)
-    return "/".join(part for part in parts if part)
-
-
-def shardings(mesh, tree, table, name=""):
-    """`tree` with the sharding of each leaf; `name` is that of the argument."""
-
-    def sharding(keys, leaf):
-        spec = table["/".join(part for part in (name, path_of(keys)) if part) or "result"]
-        return None if spec is None else NamedSharding(mesh, spec)
-
-    return jax.tree_util.tree_map_with_path(sharding, tree)
-
-
-def jit_step(step, mesh, *args):
-    """`jax.jit(step)` with the shardings of its arguments (arrays, or their types) and results."""
-    options = dict({options})
-    static = options.get("static_argnums", ())
-    dynamic = [arg for i, arg in enumerate(args) if i not in static]
-    ins = tuple(
-        shardings(mesh, arg, INPUTS, name) for name, arg in zip(ARGUMENTS, dynamic, strict=True)
-    )
-    out = jax.jit(step, static_argnums=static).eval_shape(*args)
-    outs = shardings(mesh, out, OUTPUTS)
-    return jax.jit(step, in_shardings=ins, out_shardings=outs, **options)
-
-
-# Not said here (the compiler lays these out as follows from the above, or not):
+# What this form can not say, and leaves to the compiler:
 {unsaid}
+
+
+{functions}
 '''

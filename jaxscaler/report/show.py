@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxscaler.graph import ir
-from jaxscaler.plan import Plan, Specs, Tensor, Traffic
+from jaxscaler.plan import Decision, Plan, Specs, Tensor, Traffic
 
 LARGEST = 12  # rows of activations and collectives
 REPLICATED = 5
@@ -32,6 +32,7 @@ _FOUND = {  # what the search of a mesh came to, as {} seconds a step
     "feasible": "{}, not proved the best",
     "bounded": "none below {}",
     "unknown": "none found in time; none below {}",
+    "close": "none below {}, too close to the best to be searched",
 }
 
 Row = tuple[str, ...]
@@ -45,9 +46,8 @@ def show(plan: Plan, console: Console | None = None) -> None:
     of one: they do not live at once.
     """
     console = console or Console()
-    mesh = ", ".join(f"{name}={size}" for name, size in plan.axes) or "one device"
     columns: Row
-    head = f"plan {plan.digest()} for {plan.cluster['name']} on mesh {mesh}"
+    head = f"plan {plan.digest()} for {plan.cluster['name']} on mesh {mesh_text(plan)}"
     console.print(head, highlight=False, style="bold")
     _print_table(console, ("arguments", "tensor", RESTING, "×", "bytes"), _arguments(plan.tensors))
     largest = _largest(plan.tensors)
@@ -65,6 +65,24 @@ def show(plan: Plan, console: Console | None = None) -> None:
 
 
 # -- words -----------------------------------------------------------------------------------------
+
+
+def mesh_text(plan: Plan) -> str:
+    """The axes of a plan's mesh and their sizes, major first: "x=8, y=4"."""
+    return ", ".join(f"{name}={size}" for name, size in plan.axes) or "one device"
+
+
+def cuts_text(cuts: Sequence[tuple[str, str]]) -> str:
+    """Which factor each mesh axis cuts, of (axis, factor): "batch over x"."""
+    return ", ".join(f"{factor} over {axis}" for axis, factor in cuts) or "whole"
+
+
+def decision_text(decision: Decision) -> str:
+    """What is decided of one subject, at rest and in use where that differs."""
+    text = cuts_text(decision.cuts)
+    if decision.in_use is None:
+        return text
+    return f"{text} at rest, {cuts_text(decision.in_use)} in use"
 
 
 def spec_text(spec: Specs) -> str:

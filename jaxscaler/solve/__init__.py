@@ -6,6 +6,7 @@ from jaxscaler.solve.iopddl import read_problem, write_problem
 from jaxscaler.solve.problem import INFINITY, Solution, StrategyProblem
 from jaxscaler.solve.search import Use
 from jaxscaler.solve.solver import least_memory, solve
+from jaxscaler.solve.tied import solve_tied
 from jaxscaler.solve.warm import warm
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "make_problem",
     "read_problem",
     "solve",
+    "solve_tied",
     "usage_profile",
     "validate",
     "warm",

@@ -9,8 +9,7 @@ from numpy.typing import ArrayLike
 
 from jaxscaler.errors import SolveError
 from jaxscaler.solve.problem import INFINITY, StrategyProblem
-
-LARGEST = 2**58  # what all finite costs, or all usages, may add up to
+from jaxscaler.solve.scale import LARGEST, sum_of_maxima
 
 
 def make_problem(
@@ -80,29 +79,12 @@ def validate(problem: StrategyProblem) -> None:
     if len(entry) and problem.usages.min() < 0:
         where = entry[np.argmin(problem.usages)]
         raise SolveError(f"{problem.name}: usage entry {where}: usages must not be negative")
-    for label, numbers in (
-        ("costs", largest_total(problem)),
-        ("usages", _sum_of_maxima(problem.usages, problem.usage_ptr)),
-    ):
-        if numbers > LARGEST:
-            raise SolveError(
-                f"{problem.name}: the {label} could add up to {numbers:.3g}, above 2**58: "
-                "divide them by a power of ten"
-            )
-
-
-def largest_total(problem: StrategyProblem) -> float:
-    """No choice of finite cost has a larger |cost| than this."""
-    return sum(
-        _sum_of_maxima(np.where(numbers >= INFINITY, 0, np.abs(numbers)), ptr)
-        for numbers, ptr in (
-            (problem.node_costs, problem.node_ptr),
-            (problem.edge_costs, problem.edge_ptr),
+    for label, numbers in (("node", problem.node_costs), ("edge", problem.edge_costs)):
+        if len(numbers) and numbers.min() <= -INFINITY:
+            raise SolveError(f"{problem.name}: a cost of {label}s is at or below -10**18")
+    total = sum_of_maxima(problem.usages, problem.usage_ptr)
+    if total > LARGEST:
+        raise SolveError(
+            f"{problem.name}: the usages could add up to {total:.3g}, above 2**58: divide them and "
+            "the limit by a power of ten"
         )
-    )
-
-
-def _sum_of_maxima(numbers: np.ndarray, ptr: np.ndarray) -> float:
-    if len(ptr) == 1:
-        return 0.0
-    return float(np.maximum.reduceat(numbers, ptr[:-1]).astype(np.float64).sum())

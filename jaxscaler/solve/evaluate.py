@@ -22,11 +22,16 @@ def evaluate(problem: StrategyProblem, choice: np.ndarray) -> tuple[int, int, bo
         ]
     )
     forbidden = int((chosen >= INFINITY).sum())
-    cost = int(chosen[chosen < INFINITY].sum()) + forbidden * INFINITY
+    cost = exact_sum(chosen[chosen < INFINITY]) + forbidden * INFINITY
     _, profile = usage_profile(problem, choice)
     peak = int(profile.max(initial=0))
     fits = problem.usage_limit is None or peak <= problem.usage_limit
     return cost, peak, fits and not forbidden
+
+
+def exact_sum(numbers: np.ndarray) -> int:
+    """The sum of int64 numbers, however large it is."""
+    return (int((numbers >> 32).sum()) << 32) + int((numbers & 0xFFFFFFFF).sum())
 
 
 def usage_profile(problem: StrategyProblem, choice: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -17,7 +17,7 @@ from numba import njit
 from jaxscaler.solve.kernel import FORBIDDEN, Kernel, adjacency
 
 EXACT = 2.0**52
-_RESOLUTION = 40  # bits of a sensible choice's cost after scaling
+RESOLUTION = 40  # bits of a sensible choice's cost after scaling
 _MOST = 2.0**46  # larger costs count as this; a bound stays one
 
 
@@ -52,13 +52,14 @@ class Messages:
 def start_messages(kernel: Kernel, shift: int | None = None) -> Messages:
     """Messages of a normalised, arc-consistent kernel, nothing moved yet."""
     if shift is None:
-        shift = _RESOLUTION - int(_scale_of(kernel)).bit_length()
+        shift = RESOLUTION - int(_scale_of(kernel)).bit_length()
     ptr, edge, side = adjacency(kernel.edge_nodes, kernel.num_nodes)
     sizes = kernel.sizes
     i, j = kernel.edge_nodes[:, 0], kernel.edge_nodes[:, 1]
     left_ptr = np.concatenate([[0], np.cumsum(sizes[i])]).astype(np.int64)
     right_ptr = np.concatenate([[0], np.cumsum(sizes[j])]).astype(np.int64)
     tables = scaled(kernel.edge_costs, shift)
+    _, first = np.unique(kernel.edge_ptr[:-1], return_index=True)  # edges may share a table
     return Messages(
         shift=shift,
         unary=scaled(kernel.costs, shift),
@@ -67,7 +68,7 @@ def start_messages(kernel: Kernel, shift: int | None = None) -> Messages:
         left=np.zeros(left_ptr[-1]),
         right=np.zeros(right_ptr[-1]),
         tables=tables,
-        transposed=_transpose(kernel.edge_nodes, sizes, kernel.edge_ptr, tables),
+        transposed=_transpose(kernel.edge_nodes[first], sizes, kernel.edge_ptr[first], tables),
         adj_ptr=ptr,
         adj_edge=edge,
         adj_side=side,
@@ -88,11 +89,22 @@ def _scale_of(kernel: Kernel) -> float:
     )  # fmt: skip
 
 
-def scaled(costs: np.ndarray, shift: int) -> np.ndarray:
-    """floor(costs * 2**shift) as floats, at most _MOST; inf where forbidden."""
-    finite = np.where(costs >= FORBIDDEN, 0, costs)
-    whole = np.minimum(np.floor(np.ldexp(finite.astype(np.float64), shift)), _MOST)
-    return np.where(costs >= FORBIDDEN, np.inf, whole)
+@njit(cache=True)
+def scaled(costs, shift):
+    """floor(costs * 2**shift) as floats, at most _MOST; inf where forbidden. Exact."""
+    out = np.empty(len(costs))
+    largest = np.int64(_MOST) >> min(max(shift, 0), 62)
+    for n in range(len(costs)):
+        cost = costs[n]
+        if cost >= FORBIDDEN:
+            out[n] = np.inf
+        elif shift < 0:
+            out[n] = min(cost >> min(-shift, 62), np.int64(_MOST))
+        elif cost > largest:
+            out[n] = _MOST
+        else:
+            out[n] = cost << min(shift, 62)
+    return out
 
 
 def sweep(kernel: Kernel, messages: Messages, choice: np.ndarray) -> None:
@@ -181,7 +193,7 @@ def _pass(
             kh = node_ptr[h + 1] - node_ptr[h]
             mine = to_side[to_ptr[e] : to_ptr[e] + k]
             theirs = from_side[from_ptr[e] : from_ptr[e] + kh]
-            table = tables[edge_ptr[e] : edge_ptr[e + 1]].reshape((k, kh))
+            table = tables[edge_ptr[e] : edge_ptr[e] + k * kh].reshape((k, kh))
             if forth:
                 taken = choice[h]
                 for s in range(k):

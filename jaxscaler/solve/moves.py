@@ -15,6 +15,9 @@ from numba import njit
 
 from jaxscaler.solve.kernel import FORBIDDEN, Kernel, adjacency
 
+_ENDLESS = 2**62  # visits, where only work counts
+_ENOUGH = 2 * 10**8  # work per call: about a second
+_WIDEST = 10**7  # table entries per tree
 CLASH = 1e17  # what a forbidden pair costs here: above any sum of allowed ones
 
 # node i's edges: slots adj_ptr[i]..; the table row tables[start + x_other * k_i :][:k_i] prices
@@ -35,10 +38,9 @@ class Walk:
 
 
 def view_of(kernel: Kernel) -> View:
+    """A kernel as moves read it: costs as floats, tables both ways, usage by node."""
     ptr, edge, side = adjacency(kernel.edge_nodes, kernel.num_nodes)
-    tables = np.where(kernel.edge_costs >= FORBIDDEN, CLASH, kernel.edge_costs.astype(np.float64))
-    both = np.concatenate([tables, np.empty_like(tables)])
-    _transpose(kernel.edge_nodes, kernel.sizes, kernel.edge_ptr, both)
+    tables = _both_ways(kernel.edge_nodes, kernel.sizes, kernel.edge_ptr, kernel.edge_costs)
     order = np.argsort(kernel.use_node, kind="stable")
     counts = np.bincount(kernel.use_node, minlength=kernel.num_nodes)
     return View(
@@ -46,8 +48,8 @@ def view_of(kernel: Kernel) -> View:
         costs=np.where(kernel.costs >= FORBIDDEN, CLASH, kernel.costs.astype(np.float64)),
         adj_ptr=ptr,
         other=kernel.edge_nodes.ravel()[2 * edge + 1 - side],
-        start=kernel.edge_ptr[edge] + np.where(side == 1, 0, len(tables)),
-        tables=both,
+        start=kernel.edge_ptr[edge] + np.where(side == 1, 0, len(kernel.edge_costs)),
+        tables=tables,
         ent_ptr=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
         ent_lo=kernel.use_lo[order],
         ent_hi=kernel.use_hi[order],
@@ -58,16 +60,22 @@ def view_of(kernel: Kernel) -> View:
 
 
 @njit(cache=True)
-def _transpose(nodes, sizes, ptr, both):
-    half = len(both) // 2
+def _both_ways(nodes, sizes, ptr, costs):
+    """All tables as floats, CLASH where forbidden, then all of them transposed."""
+    half = len(costs)
+    both = np.empty(2 * half)
     for e in range(len(nodes)):
         ki, kj = sizes[nodes[e, 0]], sizes[nodes[e, 1]]
         for a in range(ki):
             for b in range(kj):
-                both[half + ptr[e] + b * ki + a] = both[ptr[e] + a * kj + b]
+                at = ptr[e] + a * kj + b
+                cost = CLASH if costs[at] >= FORBIDDEN else np.float64(costs[at])
+                both[at] = both[half + ptr[e] + b * ki + a] = cost
+    return both
 
 
 def start_walk(kernel: Kernel, choice: np.ndarray) -> Walk:
+    """A walk that begins at `choice` [num_nodes], with its cost and the usage of each row."""
     cost = kernel.cost(choice)
     return Walk(choice.copy(), kernel.row_usage(choice), float(cost - kernel.offset))
 
@@ -77,22 +85,24 @@ def tree_moves(
     walk: Walk,
     prices: np.ndarray,
     *,
-    moves: int,
     size: int,
     noise: float,
     temperature: float,
     seed: int,
+    visits: int = _ENDLESS,
+    most: int = _ENOUGH,
     repair: bool = False,
 ) -> tuple[np.ndarray, float, int]:
-    """Make `moves` moves on `walk`; returns (best choice seen, its cost, work done).
+    """Make moves on `walk`; returns (best choice seen, its cost, work done).
 
-    size: nodes per tree. noise: largest random addition to a strategy's cost. repair: take every
-    move at cost + prices, whether the memory rows hold or not.
+    visits, most: ends after trees of so many nodes in all, or so much work. size: nodes per tree.
+    noise: largest random addition to a strategy's cost. repair: take every move at cost + prices,
+    whether the memory rows hold or not.
     """
     best = walk.choice.copy()
     cost, best_cost, work = _tree_moves(
-        view, walk.choice, walk.usage, walk.cost, prices, moves, size, noise, temperature, seed,
-        repair, best,
+        view, walk.choice, walk.usage, walk.cost, prices, visits, most, size, noise, temperature,
+        seed, repair, best,
     )  # fmt: skip
     walk.cost = cost
     return best, best_cost, work
@@ -100,7 +110,7 @@ def tree_moves(
 
 @njit(cache=True, nogil=True)
 def _tree_moves(
-    view, choice, usage, cost, prices, moves, size, noise, temperature, seed, repair, best
+    view, choice, usage, cost, prices, visits, most, size, noise, temperature, seed, repair, best
 ):
     np.random.seed(seed)
     num = len(view.node_ptr) - 1
@@ -122,15 +132,18 @@ def _tree_moves(
     pick = np.empty((size, widest), np.int64)
     fresh = np.empty(size, np.int64)
     low = np.empty(widest)
+    shift = np.zeros(len(view.caps) + 1, np.int64)
     best_cost, work = cost, 0
     share = 1.0
-    for move in range(moves):
+    move, visited = -1, 0
+    while visited < visits and work < most:
+        move += 1
         if move % 50 == 0 and not repair:
             share = np.random.random() * 1.3
         # grow a random induced tree
-        count, ends, seen = 0, 1, 0
+        count, ends, seen, entries = 0, 1, 0, 0
         front[0], front_from[0], front_slot[0] = np.random.randint(num), 0, 0
-        while ends and count < size:
+        while ends and count < size and entries < _WIDEST:
             at = np.random.randint(ends)
             v, origin, via = front[at], front_from[at], front_slot[at]
             ends -= 1
@@ -141,6 +154,8 @@ def _tree_moves(
             place[v] = count
             tree[count], parent[count], slot[count] = v, origin, via
             count += 1
+            k = view.node_ptr[v + 1] - view.node_ptr[v]
+            entries += k * (view.node_ptr[tree[origin] + 1] - view.node_ptr[tree[origin]])
             for q in range(view.adj_ptr[v], view.adj_ptr[v + 1]):
                 w = view.other[q]
                 if place[w] >= 0:
@@ -151,6 +166,7 @@ def _tree_moves(
                     front[ends], front_from[ends], front_slot[ends] = w, count - 1, q
                     ends += 1
                 mark[w] += 1
+        visited += count
         for n in range(seen):
             mark[touched[n]] = 0
         # node terms: own cost, prices, noise, and edges to the rest held still
@@ -224,7 +240,10 @@ def _tree_moves(
             or delta <= 0
             or (temperature > 0 and delta <= -temperature * np.log(1.0 - np.random.random()))
         )
-        if keep and length:
+        if keep and length > 3 * len(view.caps):
+            keep = _shift_all(view, tree, fresh, count, choice, usage, shift, repair)
+            work += 3 * len(view.caps)
+        elif keep and length:
             fits = _shift_usage(view, tree, fresh, count, choice, usage, 1)
             if not fits and not repair:
                 _shift_usage(view, tree, fresh, count, choice, usage, -1)
@@ -271,3 +290,31 @@ def _shift_usage(view, tree, fresh, count, choice, usage, sign):
                 for r in range(len(rows)):
                     fits &= rows[r] <= caps[r]
     return fits
+
+
+@njit(cache=True)
+def _shift_all(view, tree, fresh, count, choice, usage, shift, always):
+    """As `_shift_usage`, by one pass over all rows: for long intervals. True when it is done.
+
+    Done when every row that grows still holds, or `always`. `shift` [R + 1] is zero, and left so.
+    """
+    for n in range(count):
+        v = tree[n]
+        if fresh[n] != choice[v]:
+            for u in range(view.ent_ptr[v], view.ent_ptr[v + 1]):
+                at = view.ent_start[u]
+                change = view.usages[at + fresh[n]] - view.usages[at + choice[v]]
+                shift[view.ent_lo[u]] += change
+                shift[view.ent_hi[u]] -= change
+    fits, change = True, 0
+    for r in range(len(usage)):
+        change += shift[r]
+        fits &= change <= 0 or usage[r] + change <= view.caps[r]
+    change = 0
+    for r in range(len(usage)):
+        change += shift[r]
+        if fits or always:
+            usage[r] += change
+        shift[r] = 0
+    shift[len(usage)] = 0
+    return fits or always

@@ -14,7 +14,7 @@ import numpy as np
 from numba import njit
 
 from jaxscaler.solve.kernel import Kernel
-from jaxscaler.solve.messages import EXACT, Messages, start_messages, sweep
+from jaxscaler.solve.messages import EXACT, RESOLUTION, Messages, start_messages, sweep
 
 _FINE = 30  # bits of a multiplier that would price the whole limit at the whole cost
 _SHRINK = 0.7
@@ -22,6 +22,7 @@ _SMALLEST = 1e-3
 _GAIN = 1e-5  # what counts as a better bound, relative
 _WARM = 0.1  # first step from given multipliers
 _LARGEST = 2.0**36  # of a multiplier: 64 times the whole cost for the whole limit
+_TOO_FINE = 3  # bits: costs that a good choice pays could be cut off
 
 Decoded = Callable[[np.ndarray, np.ndarray], int | None]  # (choice, row usage) -> new upper bound
 
@@ -50,6 +51,11 @@ class Multipliers:
     def settled(self) -> bool:
         """The step has become too small to matter."""
         return self.theta < _SMALLEST
+
+    def shift_for(self, upper: int) -> int | None:
+        """The shift that suits costs below `upper`, where the present one is far too fine."""
+        suits = RESOLUTION - max(upper - self.kernel.offset, 1).bit_length()
+        return suits if self.messages.shift > suits + _TOO_FINE else None
 
     def warm_up(self) -> None:
         """Large steps again, from the best multipliers, and more patience."""

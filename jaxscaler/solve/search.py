@@ -15,7 +15,7 @@ from jaxscaler.solve.kernel import FORBIDDEN, UNCHANGED, Kernel, NoSolution, Way
 from jaxscaler.solve.moves import View, Walk, start_walk, tree_moves, view_of
 from jaxscaler.solve.multipliers import Multipliers, ascend, by_row, start_multipliers
 from jaxscaler.solve.presolve import presolve
-from jaxscaler.solve.repair import peaks, repaired
+from jaxscaler.solve.repair import ROUNDS, peaks, repaired
 
 # Work is counted, so that a run does not depend on the clock: about seconds of one idle core.
 _SWEEP_COST = 6e-9  # per table entry
@@ -26,6 +26,8 @@ _ASCENT, _MOVES, _EXACT = 8.0, 4.0, 6.0  # work of the first round; doubles ever
 _CPSAT_LITERALS = 3 * 10**6  # kernels with more are too wide for CP-SAT
 _ALL_ROWS = 200  # rows that CP-SAT gets at once where no feasible choice is known
 _WALKERS = 2  # walks that move at the same time
+_PATIENT = 3  # times as many rounds of repair where no feasible choice is known
+_HURRY = 600  # steps that the time allows; with fewer a first choice is due early
 _POOL = 8  # starting points that are kept
 _SIZES, _NOISES = (30, 100, 100, 300), (0.0, 1e-5, 1e-5)  # of moves; noise relative to the cost
 _STUCK = 20  # slices without a gain before a walker starts elsewhere
@@ -84,8 +86,9 @@ class Start:
 
 @dataclass
 class Walker:
+    """A walk that is taken up again, slice by slice."""
+
     walk: Walk
-    speed: float = 500.0  # moves per unit of work, as measured
     idle: int = 0  # slices without a gain
 
 
@@ -101,6 +104,7 @@ class Search:
     clock: Clock
     seed: int
     use: Use = EVERYTHING
+    gap: float = 0.0  # what is proved to be so near to the least, relative, is good enough
     note: Callable[[int | None, int], None] = lambda cost, bound: None
     best: np.ndarray | None = None
     bound: int = 0
@@ -113,6 +117,7 @@ class Search:
     pool: list[Start] = field(default_factory=list)
     walkers: list[Walker] = field(default_factory=list)
     draws: int = 0
+    scale: float = 1.0  # of the next round
 
     def __post_init__(self) -> None:
         self.bound = self.kernel.offset
@@ -163,19 +168,25 @@ class Search:
         return True
 
     @property
+    def near(self) -> bool:
+        """Whether the best choice is proved to be within the gap that is good enough."""
+        if self.gap <= 0 or self.best is None or self.upper is None:
+            return False
+        return self.upper - self.bound <= self.gap * abs(self.upper)
+
+    @property
     def done(self) -> bool:
-        return self.closed or self.clock.over()
+        return self.closed or self.near or self.clock.over()
 
 
 def run(search: Search) -> None:
-    """Until proved or out of time or work."""
+    """Until proved or out of time or work; with a new clock, called again, it goes on."""
     with ThreadPoolExecutor(_WALKERS) as threads:
-        scale = 1.0
         while not search.done:
-            _round(search, threads, scale)
+            _round(search, threads, search.scale)
             search.multipliers.warm_up()
             search.spend(_STEP_COST)
-            scale *= 2
+            search.scale *= 2
 
 
 def _round(search: Search, threads: ThreadPoolExecutor, scale: float) -> None:
@@ -210,7 +221,9 @@ def _climb(search: Search, threads: ThreadPoolExecutor, work: float) -> None:
 
     one = _SWEEP_COST * len(inner.edge_costs) + _STEP_COST
     stop = search.clock.spent + work
-    steps, until = 0, 30  # a repair after 30 steps, then after half as many again each time
+    # a repair after 30 steps (3 where those are a good part of the time), then half as many again
+    hurried = not search.pool and search.clock.seconds() < _HURRY * one
+    steps, until = 0, 3 if hurried else 30
     while not search.done and search.clock.spent < stop and not search.multipliers.settled:
         state = search.multipliers
         now = max(1, min(int(_SLICE / one), until - steps))
@@ -220,9 +233,11 @@ def _climb(search: Search, threads: ThreadPoolExecutor, work: float) -> None:
         steps += now
         search.spend(now * one)
         search.raise_bound(state.cost_bound())
+        shift = None if search.upper is None else state.shift_for(search.upper)
         if state.rounded:
-            coarser = state.messages.shift - _COARSER
-            search.multipliers = start_multipliers(inner, by_row(state), coarser)
+            shift = state.messages.shift - _COARSER
+        if shift is not None:
+            search.multipliers = start_multipliers(inner, by_row(state), shift)
         if steps >= until:
             until += max(30, until // 2)
             _try(search, last[0])
@@ -235,15 +250,16 @@ def _try(search: Search, choice: np.ndarray) -> None:
     if search.done or not search.use.moves:
         return
     walk, work = repaired(
-        search.inner, search.view, search.multipliers, choice, search.next_seed(), search.clock.late
-    )
+        search.inner, search.view, search.multipliers, choice, search.next_seed(),
+        search.clock.late, ROUNDS if search.pool else _PATIENT * ROUNDS,
+    )  # fmt: skip
     search.spend(work * _MOVE_COST)
     if walk is None:
         return
     prices = search.multipliers.prices(search.multipliers.best_lam)
-    moves = 200 + search.inner.num_nodes // 10
+    visits = 20_000 + 10 * search.inner.num_nodes
     best, cost, work = tree_moves(
-        search.view, walk, prices, moves=moves, size=100, noise=0.0, temperature=0.0,
+        search.view, walk, prices, visits=visits, size=100, noise=0.0, temperature=0.0,
         seed=search.next_seed(),
     )  # fmt: skip
     search.spend(work * _MOVE_COST)
@@ -306,17 +322,16 @@ def _moving(
     for walker in walkers:
         rng = np.random.default_rng(search.next_seed())
         unit = max(walker.walk.cost, 1.0)
-        moves = max(5, int(walker.speed * work))
         job = threads.submit(
-            tree_moves, search.view, walker.walk, prices, moves=moves, temperature=0.0,
+            tree_moves, search.view, walker.walk, prices, most=int(work / _MOVE_COST),
+            temperature=0.0,
             size=int(rng.choice(_SIZES)), noise=unit * float(rng.choice(_NOISES)),
             seed=int(rng.integers(2**31)),
         )  # fmt: skip
-        jobs.append((walker, walker.walk.cost, moves, job))
+        jobs.append((walker, walker.walk.cost, job))
     yield
-    for walker, before, moves, job in jobs:
-        best, least, done = job.result()
-        walker.speed = moves / max(done * _MOVE_COST, 1e-6)
+    for walker, before, job in jobs:
+        best, least, _ = job.result()
         walker.idle = 0 if least < before * (1 - 1e-6) - 0.5 else walker.idle + 1
         search.offer(best, int(least) + search.inner.offset)
 

@@ -1,8 +1,8 @@
 """What a step's author says of shardings, as pins: filters on the nodes that decide them.
 
-Two sources: sharding constraints inside the step (`graph.annotations`; Flax's logical axes come out
-as these), and specs of arguments, by globs of their paths. Both speak of the axes of a mesh that
-the author names; then that mesh alone is searched.
+Sources: sharding constraints inside the step (`graph.annotations`; Flax's logical axes come out as
+these), specs of arguments, by globs of their paths, and what flax.nnx Variables say of themselves.
+All speak of the axes of a mesh that the author names; then that mesh alone is searched.
 """
 
 from __future__ import annotations
@@ -30,10 +30,13 @@ OpenSpec = tuple[tuple[str, ...] | None, ...]  # per dim the axes that cut it; N
 
 @dataclass(frozen=True)
 class Author:
-    """The mesh that a user names (None: none) and specs of arguments (glob, spec)."""
+    """The mesh that a user names (None: none) and specs of arguments: (glob, spec), and what the
+    arguments say themselves: (path, spec, in words).
+    """
 
     axes: Axes | None = None
     specs: tuple[tuple[str, OpenSpec], ...] = ()
+    own: tuple[tuple[str, OpenSpec, str], ...] = ()
 
 
 NOBODY = Author()
@@ -84,14 +87,17 @@ def _of_specs(graph: OpGraph, author: Author) -> list[Said]:
             '(such as mesh={"data": 4, "model": 2})'
         )
     found: dict[int, Said] = {}
-    for pattern, spec in author.specs:
+    listed = [
+        (pattern, spec, f"specs[{pattern!r}] = {_text(spec)}") for pattern, spec in author.specs
+    ]
+    for pattern, spec, words in (*listed, *author.own):
         hits = [v for v in graph.inputs if _matches(graph.values[v].path, pattern)]
         if not hits:
             near = ", ".join(graph.values[v].path for v in graph.inputs)[:300]
             raise ConstraintError(f"specs: {pattern!r} matches no argument; there are {near}")
         for v in hits:
             path, rank = graph.values[v].path, len(graph.values[v].shape)
-            said = f"specs[{pattern!r}] = {_text(spec)} ({path})"
+            said = f"{words} ({path})"
             pin = Said(v, (*spec, *((),) * (rank - len(spec))), said, True)
             other = found.setdefault(v, pin)
             if other.spec != pin.spec:

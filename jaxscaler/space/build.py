@@ -16,15 +16,24 @@ WHOLE: Spot = (-1, 0)  # a reader that needs its operand whole
 HANDS_ON = ("convert_element_type", "loop_slice", "loop_carry")  # read state only to hand it on
 
 
-def build_space(graph: OpGraph, folded: Folded, labels: list[dict[int, str]]) -> Space:
-    """The plan space of `graph`. Every op class that touches more than scalars has a node."""
-    return _Builder(Classes(graph, folded), labels).run()
+def build_space(
+    graph: OpGraph,
+    folded: Folded,
+    labels: list[dict[int, str]],
+    shared: frozenset[int] = frozenset(),
+) -> Space:
+    """The plan space of `graph`. Every op class that touches more than scalars has a node.
+
+    `shared`: value classes that get a use node even if they have one reader only.
+    """
+    return _Builder(Classes(graph, folded), labels, shared).run()
 
 
 @dataclass
 class _Builder:
     classes: Classes
     labels: list[dict[int, str]]
+    shared: frozenset[int] = frozenset()
     nodes: list[Node] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     node_of: dict[int, int] = field(default_factory=dict)
@@ -211,7 +220,8 @@ class _Builder:
             crossing |= not straight and op.repeat > level
         traffic = k in self.classes.state_traffic
         source = self.use.get(k, made)
-        if k not in self.use and (len(shared) > 1 or crossing):
+        wanted = len(shared) > 1 or crossing or (k in self.shared and bool(shared))
+        if k not in self.use and wanted:
             name = value.path or self.describe(maker[0]) if maker else value.path
             node = self.value_node("use", f"use:{name}", k)
             times = self.classes.instances[k] * level

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxscaler.graph.ir import PASS
+from jaxscaler.graph.ir import PASS, Op
 from jaxscaler.space.classes import Classes
 
 VIEWS = (
@@ -79,9 +79,16 @@ def _joinable(classes: Classes, c: int) -> list[int] | None:
 
 
 def _together(classes: Classes, c: int, maker: int, v: int) -> bool:
-    """Whether an op and the maker of its operand are in one phase, loop level and layer."""
+    """Whether an op and the maker of its operand are in one phase, loop level and layer.
+
+    What of the forward pass runs again in the backward pass is apart from it.
+    """
     op, other = classes.op[c], classes.op[maker]
-    if other.phase != op.phase or other.repeat != op.repeat:
+    if other.phase != op.phase or other.repeat != op.repeat or _again(op) != _again(other):
         return False
     block = classes.folded.block
     return bool(block[classes.graph.makers[v, 0]] == block[op.id])
+
+
+def _again(op: Op) -> bool:
+    return op.origin is not None and op.origin.again

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from jaxscaler.cost.reshard import local_bytes, reshard_time
 from jaxscaler.graph.fold import Folded
 from jaxscaler.graph.ir import SLICE, STACK, UPDATE, OpGraph
 from jaxscaler.solve.problem import INFINITY, StrategyProblem
+from jaxscaler.solve.shared import Shared
 from jaxscaler.space import strategies as st
 from jaxscaler.space.nodes import Node, Space
 
@@ -61,6 +63,7 @@ class Model:
     fixed_bytes: int  # what every device holds whatever the plan: scalars, keys, constants
     samples: tuple[int, ...]  # value class -> one of its values
     instances: tuple[int, ...]  # value class -> how many values it has
+    extend: Callable[[Priced, Any], Priced] | None = None  # to a larger problem (recompute.py)
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,7 @@ def _bytes(dtype: str) -> float:
 
 
 def tensor_bytes(shape, dtype: str) -> float:
+    """Bytes of a whole tensor."""
     return prod(shape) * dtype_bytes(dtype)
 
 
@@ -193,9 +197,8 @@ def _memory(graph, folded, space, lives, rows) -> tuple[list[Memory], int]:
     entries: Counter[tuple[int, int, int, float, int, int]] = Counter()
     fixed = 0.0
 
-    def note(v: int, spot, lo: int, hi: int) -> None:
-        value = graph.values[v]
-        entries[(*spot, classes[v], tensor_bytes(value.shape, value.dtype), lo, hi)] += 1
+    def note(v: int, spot, lo: int, hi: int, share: float) -> None:
+        entries[(*spot, classes[v], share * _value_bytes(graph, v), lo, hi)] += 1
 
     arguments = [(classes[v], v) for v in (*graph.inputs, *graph.constants)]
     held = Counter(k for k, _ in arguments)
@@ -205,17 +208,18 @@ def _memory(graph, folded, space, lives, rows) -> tuple[list[Memory], int]:
             fixed += held[k] * nbytes
         else:
             entries[(*spot, k, nbytes, 0, rows)] += held[k]
-    for v, lo, hi in zip(lives.value.tolist(), lives.lo.tolist(), lives.hi.tolist()):
+    live = zip(*(column.tolist() for column in (lives.value, lives.share, lives.lo, lives.hi)))
+    for v, share, lo, hi in live:
         k = classes[v]
         spot = space.use.get(k) or space.made.get(k)
         if spot is not None:
-            note(v, spot, lo, hi)
+            note(v, spot, lo, hi, share)
     found = _entries(entries)
-    found += _paired_reads(graph, folded, space, lives, rows)
+    found += _paired_reads(graph, folded, space, lives)
     return found, int(fixed)
 
 
-def _paired_reads(graph, folded, space, lives, rows) -> list[Memory]:
+def _paired_reads(graph, folded, space, lives) -> list[Memory]:
     """Copies of state in the layout it is read in, from its first reader to its last."""
     paired = {k: spot for k, spot in space.use.items() if space.nodes[spot[0]].paired}
     first: dict[int, int] = {}
@@ -253,8 +257,43 @@ def price(
     model: Model, mesh: Mesh, device, limit: int | None, keep: Filter | None = None
 ) -> Priced:
     """The problem of a graph on a mesh. `keep` masks strategies out (constraints)."""
-    pricer = _Pricer(model, mesh, device, keep)
-    return pricer.run(limit)
+    return tabulate(model, mesh, device, limit, keep).priced()
+
+
+@dataclass(frozen=True)
+class Tabled:
+    """A `Priced` before its problem is written out: edges of the same price share a table."""
+
+    model: Model
+    mesh: Mesh
+    shared: Shared
+    strategies: tuple[np.ndarray, ...]
+    unit: float
+
+    def priced(self) -> Priced:
+        return Priced(self.model, self.mesh, self.shared.whole(), self.strategies, self.unit)
+
+
+def tabulate(
+    model: Model, mesh: Mesh, device, limit: int | None, keep: Filter | None = None
+) -> Tabled:
+    """As `price`, but not yet written out."""
+    tabled = _Pricer(model, mesh, device, keep).run(limit)
+    if model.extend is None:
+        return tabled
+    priced = model.extend(tabled.priced(), device)
+    return Tabled(model, mesh, Shared.of(priced.problem), priced.strategies, priced.unit)
+
+
+class Part(NamedTuple):
+    """One of the edges between two nodes: `weight` times a table, turned or not."""
+
+    table: np.ndarray
+    weight: float
+    turned: bool
+
+    def costs(self) -> np.ndarray:
+        return self.weight * (self.table.T if self.turned else self.table)
 
 
 class _Pricer:
@@ -264,10 +303,16 @@ class _Pricer:
         self.hidden = HIDDEN.get(device.vendor, 0.0)
         self.rows: list[np.ndarray] = []
         self.port_layouts: dict[tuple[int, int], np.ndarray] = {}
-        self.tables: dict[tuple, np.ndarray] = {}
+        # Rows and layouts are made once each, so that identity tells them apart.
         self.enumerated: dict[tuple, np.ndarray] = {}
+        self.distinct: dict[bytes, np.ndarray] = {}
+        self.by_rows: dict[tuple, np.ndarray] = {}
+        self.once: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self.shares: dict[tuple[int, int], np.ndarray] = {}
+        self.computed: dict[tuple, np.ndarray] = {}
+        self.tables: dict[tuple, np.ndarray] = {}
 
-    def run(self, limit: int | None) -> Priced:
+    def run(self, limit: int | None) -> Tabled:
         nodes = self.model.space.nodes
         for node in nodes:
             key = (node.factors, node.ports, node.paired)
@@ -275,35 +320,52 @@ class _Pricer:
                 self.enumerated[key] = st.strategies(node, self.sizes)
             rows = self.enumerated[key]
             if self.keep is not None:
-                rows = rows[self.keep(node, rows, self.mesh)]
+                mask = self.keep(node, rows, self.mesh)
+                if not mask.all():
+                    rows = self.enumerated.setdefault((*key, mask.tobytes()), rows[mask])
             self.rows.append(rows)
         costs = [self.node_cost(i) for i in range(len(nodes))]
-        matrices = self.edge_costs(costs)
+        edges = self.edges(costs)
         ideal = sum(float(c[np.isfinite(c)].min()) for c in costs if np.isfinite(c).any())
         unit = max(ideal, 1e-9) * RESOLUTION
-        problem = self.assemble(costs, matrices, unit, limit)
-        return Priced(self.model, self.mesh, problem, tuple(self.rows), unit)
+        shared = self.assemble(costs, edges, unit, limit)
+        return Tabled(self.model, self.mesh, shared, tuple(self.rows), unit)
 
     def layouts(self, node: int, port: int) -> np.ndarray:
         found = self.port_layouts.get((node, port))
         if found is None:
-            found = st.layouts(self.model.space.nodes[node], port, self.rows[node])
+            found = self.layouts_of(self.model.space.nodes[node], port, self.rows[node])
             self.port_layouts[node, port] = found
+        return found
+
+    def layouts_of(self, node: Node, port: int, rows: np.ndarray) -> np.ndarray:
+        key = (id(rows), port, node.what == "op", node.num_results)  # rows tell factors and ports
+        found = self.by_rows.get(key)
+        if found is None:
+            found = st.layouts(node, port, rows)
+            found = self.by_rows[key] = self.distinct.setdefault(found.tobytes(), found)
         return found
 
     def local(self, node: int, port: int) -> np.ndarray:
         """Share of a port's tensor on one device, [strategies]."""
-        shape = (1,) * len(self.model.space.nodes[node].ports[port].dims)
-        return local_bytes(self.mesh, shape, 1.0, self.layouts(node, port))
+        layouts, rank = self.layouts(node, port), len(self.model.space.nodes[node].ports[port].dims)
+        found = self.shares.get((id(layouts), rank))
+        if found is None:
+            found = local_bytes(self.mesh, (1,) * rank, 1.0, layouts)
+            self.shares[id(layouts), rank] = found
+        return found
 
     def node_cost(self, i: int) -> np.ndarray:
         node, rows = self.model.space.nodes[i], self.rows[i]
         cost = np.zeros(len(rows))
         work = self.model.works[i]
         if work is not None:
-            parts = st.parts(node, rows, self.sizes)
-            local = {port: self.local(i, port) for port, _ in work.tensors}
-            cost += compute.seconds(work, parts, local, self.device)
+            key = (id(rows), node.what == "op", node.num_results, work)
+            if key not in self.computed:
+                parts = st.parts(node, rows, self.sizes)
+                local = {port: self.local(i, port) for port, _ in work.tensors}
+                self.computed[key] = compute.seconds(work, parts, local, self.device)
+            cost += self.computed[key]
         if node.what == "op":
             cost += self.eager(i)
         if node.what == "batch":
@@ -342,41 +404,45 @@ class _Pricer:
         return out
 
     def reshard(self, shape, nbytes, src, dst) -> np.ndarray:
-        key = (tuple(shape), nbytes, src.tobytes(), dst.tobytes())
+        key = (tuple(shape), nbytes, id(src), id(dst))
         found = self.tables.get(key)
         if found is None:
-            a, ia = np.unique(src, axis=0, return_inverse=True)
-            b, ib = np.unique(dst, axis=0, return_inverse=True)
+            (a, ia), (b, ib) = self.unique(src), self.unique(dst)
             table = reshard_time(self.mesh, tuple(shape), nbytes, a, b)
-            found = self.tables[key] = table[np.ix_(ia.ravel(), ib.ravel())]
+            found = self.tables[key] = table[np.ix_(ia, ib)]
         return found
 
-    def edge_costs(self, costs: list[np.ndarray]) -> dict[tuple[int, int], np.ndarray]:
-        """Sum the edges between each pair of nodes; what has one end goes into `costs`."""
-        found: dict[tuple[int, int], np.ndarray] = {}
+    def unique(self, layouts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(different rows, which of them each row is) of layouts that `distinct` holds."""
+        found = self.once.get(id(layouts))
+        if found is None:
+            rows, at = np.unique(layouts, axis=0, return_inverse=True)
+            found = self.once[id(layouts)] = rows, at.ravel()
+        return found
+
+    def edges(self, costs: list[np.ndarray]) -> dict[tuple[int, int], list[Part]]:
+        """The parts of the table between each pair of nodes; what has one end goes into `costs`."""
+        found: dict[tuple[int, int], list[Part]] = {}
+        whole = np.full((1, len(self.sizes)), st.UNUSED)
+        whole = self.distinct.setdefault(whole.tobytes(), whole)
         for edge in self.model.space.edges:
             value = self.model.graph.values[self.model.samples[edge.value]]
             nbytes = tensor_bytes(value.shape, value.dtype)
             weight = edge.times * ((1 - self.hidden) if edge.state else 1.0)
             src = self.layouts(edge.src, edge.src_port)
             if edge.dst < 0:
-                dst = np.full((1, len(self.sizes)), st.UNUSED)
-                costs[edge.src] = (
-                    costs[edge.src] + weight * self.reshard(value.shape, nbytes, src, dst)[:, 0]
-                )
+                table = self.reshard(value.shape, nbytes, src, whole)
+                costs[edge.src] = costs[edge.src] + weight * table[:, 0]
                 continue
             table = self.reshard(value.shape, nbytes, src, self.layouts(edge.dst, edge.dst_port))
             if edge.src == edge.dst:
                 costs[edge.src] = costs[edge.src] + weight * np.diagonal(table)
                 continue
-            i, j = edge.src, edge.dst
-            if i > j:
-                i, j, table = j, i, table.T
-            old = found.get((i, j))
-            found[i, j] = weight * table if old is None else old + weight * table
+            ends = min(edge.src, edge.dst), max(edge.src, edge.dst)
+            found.setdefault(ends, []).append(Part(table, weight, edge.src > edge.dst))
         return found
 
-    def assemble(self, costs, matrices, unit, limit) -> StrategyProblem:
+    def assemble(self, costs, edges, unit, limit) -> Shared:
         def integers(x: np.ndarray) -> np.ndarray:
             with np.errstate(invalid="ignore"):
                 scaled = np.rint(np.where(np.isfinite(x), x / unit, 0)).astype(np.int64)
@@ -385,22 +451,30 @@ class _Pricer:
         def pointers(lengths) -> np.ndarray:
             return np.concatenate(([0], np.cumsum(np.array(lengths, np.int64)))).astype(np.int64)
 
-        pairs = list(matrices)
+        at: dict[tuple, int] = {}
+        tables: list[np.ndarray] = []
+        edge_at, end = [], 0
+        for parts in edges.values():
+            key = tuple((id(part.table), part.weight, part.turned) for part in parts)
+            if key not in at:
+                total = sum(part.costs() for part in parts[1:]) + parts[0].costs()
+                tables.append(integers(total.ravel()))
+                at[key], end = end, end + total.size
+            edge_at.append(at[key])
         usages, node, lo, hi = self.usages()
-        budget = None if limit is None else int(limit) - self.model.fixed_bytes
-        return StrategyProblem(
+        none = np.zeros(0, np.int64)
+        rest = StrategyProblem(
             name=str(self.mesh),
             node_ptr=pointers([len(c) for c in costs]),
             node_costs=integers(np.concatenate(costs)),
-            edge_nodes=np.array(pairs, np.int64).reshape(-1, 2),
-            edge_ptr=pointers([m.size for m in matrices.values()]),
-            edge_costs=integers(np.concatenate([m.ravel() for m in matrices.values()]))
-            if pairs else np.zeros(0, np.int64),
+            edge_nodes=np.array(list(edges), np.int64).reshape(-1, 2),
+            edge_ptr=none, edge_costs=none,
             usage_node=node, usage_lo=lo, usage_hi=hi,
             usage_ptr=pointers([len(u) for u in usages]),
-            usages=np.concatenate(usages) if usages else np.zeros(0, np.int64),
-            usage_limit=budget,
+            usages=np.concatenate(usages) if usages else none,
+            usage_limit=None if limit is None else int(limit) - self.model.fixed_bytes,
         )  # fmt: skip
+        return Shared(rest, np.array(edge_at, np.int64), np.concatenate(tables) if tables else none)
 
     def usages(self):
         """Usage entries, those of one node and one interval summed."""

@@ -39,31 +39,34 @@ def strategies(node: Node, sizes: tuple[int, ...]) -> np.ndarray:
     the layout it is read in, which keeps some of its cuts.
     """
     choices = [UNUSED, *splittable(node)]
-    rows = []
-    for row in itertools.product(choices, repeat=len(sizes)):
-        if _divides(node, row, sizes):
-            rows.append(row)
-    found = np.array(rows, np.int64).reshape(len(rows), len(sizes))
+    rows = _grid(choices, len(sizes))
+    found = rows[_divides(node, rows, sizes)]
     if not node.paired:
         return found
-    pairs = [
-        np.concatenate((row, np.where(keep, row, UNUSED)))
-        for row in found
-        for keep in itertools.product(*[(True,) if f == UNUSED else (False, True) for f in row])
-    ]
-    return np.array(pairs, np.int64).reshape(len(pairs), 2 * len(sizes))
+    keep = _grid([False, True], len(sizes))
+    kept = np.where(keep[None], found[:, None], UNUSED)
+    before = np.broadcast_to(found[:, None], kept.shape)
+    once = (keep[None] | (before != UNUSED)).all(axis=2)  # what is not cut is kept in one way
+    return np.concatenate((before, kept), axis=2)[once]
 
 
-def _divides(node: Node, row, sizes) -> bool:
-    parts: dict[int, int] = {}
-    for f, n in zip(row, sizes):
-        if f != UNUSED:
-            parts[f] = parts.get(f, 1) * n
-    if any(node.factors[f].together for f in parts) and len(set(row)) > 1:
-        return False
-    return all(
-        node.factors[f].size % n == 0 or node.factors[f].kind == PARTIAL for f, n in parts.items()
-    )
+def _grid(choices: list, axes: int) -> np.ndarray:
+    """[rows, axes]: every way to choose for each axis, the last one fastest."""
+    rows = list(itertools.product(choices, repeat=axes))
+    return np.array(rows, type(choices[0])).reshape(len(rows), axes)
+
+
+def _divides(node: Node, rows: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
+    """Mask of the rows that cut every factor evenly."""
+    good = np.ones(len(rows), bool)
+    alike = (rows == rows[:, :1]).all(axis=1)
+    for f, factor in enumerate(node.factors):
+        used = rows == f
+        if factor.together:
+            good &= alike | ~used.any(axis=1)
+        if factor.kind != PARTIAL:
+            good &= factor.size % np.where(used, sizes, 1).prod(axis=1) == 0
+    return good
 
 
 def layouts(node: Node, port: int, rows: np.ndarray) -> np.ndarray:

@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxscaler.errors import PlanError
+from jaxscaler.verify import hlo_text
 from jaxscaler.verify import normal_form as nf
+from jaxscaler.verify.hlo_text import Array, Instruction, arrays
 
 
 def hlo_collectives(
@@ -42,142 +44,28 @@ def read_hlo(text: str, mesh: Any, trip_counts: Mapping[str, int] | None = None)
     sizes = dict(getattr(mesh, "shape", mesh))
     reader = _Reader(text, sizes, trip_counts or {})
     reader.computation(None, _Place(reader.entry))
-    return reader.nodes
+    return _without_rings(reader.nodes, reader.rings, sizes)
 
 
-# --- text -------------------------------------------------------------------------------------
-
-
-class _Instruction(NamedTuple):
-    name: str
-    type: str
-    opcode: str
-    operands: tuple[str, ...]
-    attributes: str
-    root: bool
-
-
-_HEAD = re.compile(r"^(ENTRY )?%?(?!HloModule)([\w.\-]+) (?:\(.*-> .*)?\{\s*$")
-_NAME = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
-_OPCODE = re.compile(r" ?([a-z][\w\-]*)\(")
-_OPERAND = re.compile(r"([\w.\-]+)\s*$")
-_LEAF = re.compile(r"([a-z]\w*)\[([^\]]*)\]")
-_CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
-_BRANCHES = re.compile(
-    r"(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=(%?[\w.\-]+))"
-)
-_TRIPS = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)')
-_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
-_FRAME = re.compile(r"stack_frame_id=(\d+)")
-_LINE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
-_CHANNEL = re.compile(r"channel_id=(\d+)")
-_METADATA = re.compile(r"metadata=\{[^}]*\}")
-
-
-def _computations(text: str) -> tuple[dict[str, list[_Instruction]], str]:
-    """(instructions by computation, name of the entry)."""
-    found: dict[str, list[_Instruction]] = {}
-    entry, body = "", None
-    for line in text.splitlines():
-        if body is None or not line.startswith((" ", "\t", "}")):
-            head = _HEAD.match(line)
-            if head:
-                body = found.setdefault(head[2], [])
-                entry = head[2] if head[1] else entry
-        elif line.startswith("}"):
-            body = None
-        else:
-            instruction = _instruction(line)
-            if instruction:
-                body.append(instruction)
-    if not entry:
-        raise PlanError("the text is no compiled HLO module: it has no ENTRY computation")
-    return found, entry
-
-
-def _instruction(line: str) -> _Instruction | None:
-    name = _NAME.match(line)
-    if not name:
-        return None
-    start = name.end()
-    end = _closing(line, start) if line[start] == "(" else line.index(" ", start)
-    opcode = _OPCODE.match(line, end)
-    if not opcode:
-        return None
-    if opcode[1] == "constant":
-        return _Instruction(name[2], line[start:end], "constant", (), "", bool(name[1]))
-    close = _closing(line, opcode.end() - 1)
-    operands = tuple(
-        m[1] for part in _split(line[opcode.end() : close - 1]) if (m := _OPERAND.search(part))
-    )
-    return _Instruction(name[2], line[start:end], opcode[1], operands, line[close:], bool(name[1]))
-
-
-def _closing(line: str, start: int) -> int:
-    """The place after the bracket that closes the one at `start`."""
-    depth = 0
-    for at in range(start, len(line)):
-        if line[at] in "({[":
-            depth += 1
-        elif line[at] in ")}]":
-            depth -= 1
-            if not depth:
-                return at + 1
-    raise PlanError(f"the HLO text is cut off in the line {line.strip()[:80]!r}")
-
-
-def _split(text: str) -> Iterator[str]:
-    """The parts of `text` between commas that stand in no bracket."""
-    depth, start = 0, 0
-    for at, character in enumerate(text):
-        if character in "({[":
-            depth += 1
-        elif character in ")}]":
-            depth -= 1
-        elif character == "," and not depth:
-            yield text[start:at]
-            start = at + 1
-    if text[start:].strip():
-        yield text[start:]
-
-
-_Array = tuple[str, int, int]  # dtype, elements, bytes
-
-
-def _arrays(type_: str) -> Any:
-    """The array that a type is, or the list of what is in a tuple."""
-    type_ = re.sub(r"/\*.*?\*/", "", type_).strip()
-    if type_.startswith("("):
-        return [_arrays(part) for part in _split(type_[1:-1])]
-    leaf = _LEAF.match(type_)
-    if not leaf:
-        return ("", 0, 0)
-    dtype, bits = nf.element(leaf[1])
-    elements = prod(int(d.strip().lstrip("<=")) for d in leaf[2].split(",") if d.strip())
-    return (dtype, elements, -(-elements * bits // 8))
-
-
-def _sources(text: str) -> dict[str, str]:
-    """stack_frame_id -> `file:line (function)`, from the tables at the head of a module."""
-    tables: dict[str, dict[str, str]] = {}
-    table: dict[str, str] = {}
-    for line in text.splitlines():
-        if line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
-            table = tables.setdefault(line, {})
-        elif line.endswith("{"):
-            break
-        elif row := re.match(r"(\d+) (.*)", line):
-            table[row[1]] = row[2]
-    if len(tables) < 4:
-        return {}
-    lines = {}
-    for number, place in tables["FileLocations"].items():
-        at = dict(re.findall(r"(\w+)=(\d+)", place))
-        file = tables["FileNames"].get(at.get("file_name_id", ""), '""').strip('"')
-        function = tables["FunctionNames"].get(at.get("function_name_id", ""), '""').strip('"')
-        lines[number] = f"{file}:{at.get('line', '')} ({function})"
-    frames = tables["StackFrames"].items()
-    return {n: lines.get(m[1], "") for n, f in frames if (m := re.search(r"n_id=(\d+)", f))}
+def _without_rings(
+    nodes: list[nf.Node], rings: Mapping[str, tuple[str, int]], mesh: Mapping[str, int]
+) -> list[nf.Node]:
+    """Of each ring of permutes its first as the collective that the ring is, the others no more."""
+    seen: set[tuple] = set()
+    made = []
+    for node in nodes:
+        if node.op == nf.COLLECTIVE_PERMUTE and node.scope in rings:
+            kind, times = rings[node.scope]
+            parts = prod(mesh[axis.split(":")[0]] for axis in node.axes)
+            first = (node.scope, node.bytes, node.axes) not in seen
+            seen.add((node.scope, node.bytes, node.axes))
+            node = (
+                node._replace(op=kind, bytes=node.bytes * parts, parts=parts, times=times, loop=0)
+                if first
+                else node._replace(op="ring")
+            )
+        made.append(node)
+    return made
 
 
 # --- groups -----------------------------------------------------------------------------------
@@ -192,6 +80,10 @@ _BY_AXES = re.compile(
 )
 _AXIS = re.compile(r"'([^']+)'(?:=(\d+))?(?::\((\d+)\)(\d+))?")
 _PAIRS = re.compile(r"source_target_pairs=\{(\{.*?\})\}")
+_CHANNEL = re.compile(r"channel_id=(\d+)")
+_METADATA = re.compile(r"metadata=\{[^}]*\}")
+_FRAME = re.compile(r"stack_frame_id=(\d+)")
+_LINE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
 
 
 @lru_cache(maxsize=1024)
@@ -238,6 +130,9 @@ _COLLECTIVES = {kind.replace("_", "-"): kind for kind in nf.COLLECTIVES}
 _COLLECTIVES["ragged-all-to-all"] = nf.ALL_TO_ALL
 _KNOWN = {name: name for name in (*nf.LINEAR, nf.ADD, nf.CONSTANT)}
 _KNOWN |= {"broadcast": nf.BROADCAST, "bitcast": "reshape"}
+# A dot with an all-gather before it or a reduce-scatter after it, as a ring of permutes beside it.
+_RING = re.compile(r"windowed_dot_general_body_(ag|rs)")
+_RINGS = {"ag": nf.ALL_GATHER, "rs": nf.REDUCE_SCATTER}
 _COMBINERS = ("add", "maximum", "minimum", "multiply", "and", "or")
 
 Value = Any  # the index of a node, or a list of values: a tuple
@@ -256,14 +151,15 @@ class _Reader:
     """A walk over the computations that appends one `Node` per array."""
 
     def __init__(self, text: str, mesh: Mapping[str, int], trip_counts: Mapping[str, int]):
-        self.computations, self.entry = _computations(text)
-        self.sources = _sources(text)
+        self.computations, self.entry = hlo_text.computations(text)
+        self.sources = hlo_text.sources(text)
         self.mesh, self.trip_counts = mesh, trip_counts
         self.nodes: list[nf.Node] = []
-        self.arrays: list[_Array] = []  # what each node is
+        self.arrays: list[Array] = []  # what each node is
         self.by_device: set[int] = set()  # integers computed from the device's own number
         self.printed: dict[tuple, tuple[_Place, Value]] = {}
         self.loops = 0
+        self.rings: dict[str, tuple[str, int]] = {}  # path of the dot -> (kind, runs a step)
 
     def computation(self, arguments: list[Value] | None, place: _Place) -> Value:
         """Read a computation (`arguments` None: they are not known); returns its root's value."""
@@ -281,20 +177,20 @@ class _Reader:
             self._append(nf.Node("return", tuple(_flat(root)), loop=place.loop), ("", 0, 0))
         return root
 
-    def _append(self, node: nf.Node, array: _Array) -> int:
+    def _append(self, node: nf.Node, array: Array) -> int:
         self.nodes.append(node)
         self.arrays.append(array)
         return len(self.nodes) - 1
 
-    def _value(self, op: _Instruction, inputs: list[Value], place: _Place) -> Value:
+    def _value(self, op: Instruction, inputs: list[Value], place: _Place) -> Value:
         opcode = op.opcode.removesuffix("-start")
-        if opcode.endswith(("-done", "-update")) and type(inputs[0]) is type(_arrays(op.type)):
+        if opcode.endswith(("-done", "-update")) and type(inputs[0]) is type(arrays(op.type)):
             return inputs[0]
         if opcode in _COLLECTIVES:
             return self._collective(op, _COLLECTIVES[opcode], inputs, place)
-        if opcode in ("fusion", "call", "async") and (called := _CALLED.search(op.attributes)):
+        if opcode in ("fusion", "call", "async") and (called := hlo_text.called(op)):
             fused = place.fused or opcode == "fusion"
-            return self.computation(inputs, place._replace(home=called[1], fused=fused))
+            return self.computation(inputs, place._replace(home=called, fused=fused))
         if opcode == "tuple":
             return inputs
         if opcode == "get-tuple-element":
@@ -305,8 +201,7 @@ class _Reader:
         if opcode == "while":
             self._while(op, place)
         if opcode == "conditional":
-            branches = [n for m in _BRANCHES.findall(op.attributes) for n in ",".join(m).split(",")]
-            for branch in filter(None, (b.strip(" %") for b in branches)):
+            for branch in hlo_text.branches(op):
                 self.computation(None, place._replace(home=branch))
         used = tuple(j for value in inputs for j in _flat(value))
         if (
@@ -317,9 +212,9 @@ class _Reader:
             )
         ):
             return self._slice(op, used[0], place)
-        return self._other(op, _arrays(op.type), used, place)
+        return self._other(op, arrays(op.type), used, place)
 
-    def _other(self, op: _Instruction, array: Any, used: tuple[int, ...], place: _Place) -> Value:
+    def _other(self, op: Instruction, array: Any, used: tuple[int, ...], place: _Place) -> Value:
         """Nodes for an op that is nothing special, one for each array that it makes."""
         if isinstance(array, list):
             return [self._other(op, inner, used, place) for inner in array]
@@ -331,9 +226,9 @@ class _Reader:
             self.by_device.add(made)
         return made
 
-    def _slice(self, op: _Instruction, operand: int, place: _Place) -> int:
+    def _slice(self, op: Instruction, operand: int, place: _Place) -> int:
         """A slice at an offset that depends on the device; along which axes is not seen."""
-        array = _arrays(op.type)
+        array = arrays(op.type)
         parts = self.arrays[operand][1] // max(array[1], 1)
         node = nf.Node(nf.ALL_SLICE, (operand,), (), array[2], array[0], parts, loop=place.loop)
         made = self._append(node, array)
@@ -341,16 +236,18 @@ class _Reader:
             self.by_device.add(made)
         return made
 
-    def _while(self, op: _Instruction, place: _Place) -> None:
-        scope = _scope(op)
-        known = _TRIPS.search(op.attributes)
-        trips = self.trip_counts.get(scope) or (int(known[1]) if known else None)
+    def _while(self, op: Instruction, place: _Place) -> None:
+        scope = hlo_text.scope(op)
+        trips = hlo_text.trip_count(op, place.home, self.computations, self.trip_counts)
         self.loops += 1
         start, inner = len(self.nodes), place._replace(loop=self.loops)
         if trips is not None:
             inner = inner._replace(times=place.times * trips)
-        for called in re.findall(r"(?:condition|body)=%?([\w.\-]+)", op.attributes):
+        condition, body = hlo_text.loop(op)
+        for called in (condition, body):
             self.computation(None, inner._replace(home=called))
+        if ring := _RING.search(body):
+            self.rings[scope] = (_RINGS[ring[1]], place.times)
         if trips is None and any(n.op in nf.COLLECTIVES for n in self.nodes[start:]):
             warnings.warn(
                 f"how often the loop `{scope or op.name}` runs is not in the HLO: its collectives "
@@ -358,7 +255,7 @@ class _Reader:
                 stacklevel=2,
             )
 
-    def _collective(self, op: _Instruction, kind: str, inputs: list[Value], place: _Place) -> Value:
+    def _collective(self, op: Instruction, kind: str, inputs: list[Value], place: _Place) -> Value:
         operands = [j for value in inputs for j in _flat(value)]
         arrays = [self.arrays[j] for j in operands]
         channel, metadata = _CHANNEL.search(op.attributes), _METADATA.search(op.attributes)
@@ -384,7 +281,7 @@ class _Reader:
             loop=place.loop,
             combiner=self._combiner(op),
             params=params,
-            scope=_scope(op),
+            scope=hlo_text.scope(op),
             source=self._source(op),
         )
         if kind == nf.ALL_TO_ALL and len(operands) > 1:  # one buffer, given in parts
@@ -403,20 +300,19 @@ class _Reader:
         self.printed[key] = (place, value)
         return value
 
-    def _combiner(self, op: _Instruction) -> str:
-        called = _CALLED.search(op.attributes)
-        inside = self.computations.get(called[1], ()) if called else ()
+    def _combiner(self, op: Instruction) -> str:
+        inside = self.computations.get(hlo_text.called(op), ())
         names = [i.opcode for i in inside if i.opcode in _COMBINERS]
         return "sum" if names == ["add"] else "+".join(names)
 
-    def _source(self, op: _Instruction) -> str:
+    def _source(self, op: Instruction) -> str:
         frame, line = _FRAME.search(op.attributes), _LINE.search(op.attributes)
         if frame:
             return self.sources.get(frame[1], "")
         return f"{line[1]}:{line[2]}" if line else ""
 
 
-def _sized(node: nf.Node, operand: int, array: _Array) -> tuple[nf.Node, _Array]:
+def _sized(node: nf.Node, operand: int, array: Array) -> tuple[nf.Node, Array]:
     """`node` for one operand, and the array that it makes."""
     dtype, elements, size = array
     if node.op == nf.ALL_GATHER:
@@ -431,8 +327,3 @@ def _flat(value: Value) -> Iterator[int]:
             yield from _flat(inner)
     else:
         yield value
-
-
-def _scope(op: _Instruction) -> str:
-    name = _OP_NAME.search(op.attributes)
-    return re.sub(r"\\(.)", r"\1", name[1]) if name else ""

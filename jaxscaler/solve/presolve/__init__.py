@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
-from jaxscaler.solve.kernel import Kernel, Way, chain, restrict
+from jaxscaler.solve.kernel import UNCHANGED, Kernel, Way, chain, restrict
 from jaxscaler.solve.presolve.arcs import supported
 from jaxscaler.solve.presolve.dominance import dominated
 from jaxscaler.solve.presolve.edges import merge, normalise
@@ -22,35 +23,57 @@ __all__ = ["presolve", "without_dominated"]
 def presolve(kernel: Kernel, late: Callable[[], bool] = lambda: False) -> tuple[Kernel, Way]:
     """(smaller kernel of the same least cost, way between the two).
 
-    late: asked after each round whether to leave it at that. Raises NoSolution when nothing is
+    late: asked before each step whether to leave it at that. Raises NoSolution when nothing is
     feasible.
     """
+    steps = (
+        consistent, merge, consistent, separated, within_memory,
+        partial(without_dominated, late=late), eliminated,
+    )  # fmt: skip
     ways: list[Way] = []
-
-    def taken(step: tuple[Kernel, Way]) -> Kernel:
-        ways.append(step[1])
-        return step[0]
-
     for _ in range(MOST_ROUNDS):
         before = _size(kernel)
-        kernel = taken(restrict(kernel, supported(kernel)))
-        kernel = taken(merge(kernel))
-        kernel = taken(restrict(kernel, supported(kernel)))
-        kernel = tidy_memory(normalise(kernel))
-        kernel = taken(restrict(kernel, affordable(kernel)))
-        kernel = normalise(taken(restrict(kernel, supported(kernel))))
-        kernel = taken(without_dominated(kernel))
-        kernel = taken(eliminate(tidy_memory(kernel)))
-        if all(now >= _WORTH * then for now, then in zip(_size(kernel), before, strict=True)):
+        for step in steps:
+            if late():
+                break
+            kernel, way = step(kernel)
+            ways.append(way)
+        if late() or all(
+            now >= _WORTH * then for now, then in zip(_size(kernel), before, strict=True)
+        ):
             break
-        if late():
-            break
-    return normalise(taken(restrict(kernel, supported(kernel)))), chain(ways)
+    kernel, way = consistent(kernel)
+    return normalise(kernel), chain([*ways, way])
 
 
-def without_dominated(kernel: Kernel) -> tuple[Kernel, Way]:
-    instead = dominated(kernel)
+def consistent(kernel: Kernel) -> tuple[Kernel, Way]:
+    """Without strategies that some edge forbids beside every one of its other end."""
+    return restrict(kernel, supported(kernel))
+
+
+def separated(kernel: Kernel) -> tuple[Kernel, Way]:
+    """The same choices: what nodes can pay is in nodes, memory rows that say nothing are gone."""
+    return tidy_memory(normalise(kernel)), UNCHANGED
+
+
+def within_memory(kernel: Kernel) -> tuple[Kernel, Way]:
+    """Without strategies that fit beside no choice of the other nodes."""
+    kernel, first = restrict(kernel, affordable(kernel))
+    kernel, second = consistent(kernel)
+    return normalise(kernel), chain([first, second])
+
+
+def without_dominated(
+    kernel: Kernel, late: Callable[[], bool] = lambda: False
+) -> tuple[Kernel, Way]:
+    """Without strategies that another one of the node replaces at no cost."""
+    instead = dominated(kernel, late)
     return restrict(kernel, instead == np.arange(len(instead)), instead)
+
+
+def eliminated(kernel: Kernel) -> tuple[Kernel, Way]:
+    """Without nodes that take no memory and have few neighbours."""
+    return eliminate(tidy_memory(kernel))
 
 
 def _size(kernel: Kernel) -> tuple[int, ...]:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numba import njit
 
 from jaxscaler.solve.kernel import FORBIDDEN, Kernel, adjacency
 from jaxscaler.solve.problem import INFINITY
 
-MOST_WORK = 3 * 10**9  # comparisons per call; what is left undone is only not reduced
+SLICE, SLICES = 10**8, 10  # comparisons between two looks at the clock; slices per call
 
 
-def dominated(kernel: Kernel) -> np.ndarray:
+def dominated(kernel: Kernel, late: Callable[[], bool] = lambda: False) -> np.ndarray:
     """instead [S]: each strategy's replacement among those that stay; itself if it stays.
 
     t replaces s when usage(t) <= usage(s) in every entry and
     cost(t) - cost(s) + Σ over edges of max over the partner's strategies j of (c(t, j) - c(s, j))
     is at most 0. One strategy is removed at a time, so that chains of replacements are sound.
+    Nodes that the slices do not reach, or that come when it is late, are only not reduced.
     """
     ptr, edge, side = adjacency(kernel.edge_nodes, kernel.num_nodes)
     order = np.argsort(kernel.use_node, kind="stable")
@@ -24,20 +27,27 @@ def dominated(kernel: Kernel) -> np.ndarray:
     entry_ptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     alive = np.ones(len(kernel.costs), bool)
     instead = np.arange(len(kernel.costs))
-    _sweep(
-        kernel.node_ptr, kernel.costs, kernel.edge_nodes, kernel.edge_ptr, kernel.edge_costs,
-        ptr, edge, side, entry_ptr, order, kernel.use_ptr, kernel.usages, alive, instead,
-        MOST_WORK,
-    )  # fmt: skip
+    node = 0
+    for _ in range(SLICES):
+        if node == kernel.num_nodes or late():
+            break
+        node = _sweep(
+            node, kernel.node_ptr, kernel.costs, kernel.edge_nodes, kernel.edge_ptr,
+            kernel.edge_costs, ptr, edge, side, entry_ptr, order, kernel.use_ptr, kernel.usages,
+            alive, instead, SLICE,
+        )  # fmt: skip
     return instead
 
 
 @njit(cache=True)
 def _sweep(
-    node_ptr, costs, nodes, edge_ptr, tables, adj_ptr, adj_edge, adj_side,
+    begin, node_ptr, costs, nodes, edge_ptr, tables, adj_ptr, adj_edge, adj_side,
     entry_ptr, entries, use_ptr, usages, alive, instead, work,
 ):  # fmt: skip
-    for i in range(len(node_ptr) - 1):
+    """Treat the nodes from `begin` on until the work is done; returns the first one left."""
+    for i in range(begin, len(node_ptr) - 1):
+        if work < 0:
+            return i
         k = node_ptr[i + 1] - node_ptr[i]
         if k == 1:
             continue
@@ -96,6 +106,7 @@ def _sweep(
                 at = node_ptr[i] + a
                 while instead[instead[at]] != instead[at]:  # its replacement went later
                     instead[at] = instead[instead[at]]
+    return len(node_ptr) - 1
 
 
 @njit(cache=True)

@@ -16,6 +16,8 @@ from jaxscaler.solve.kernel import UNCHANGED, Kernel, Way, take_groups
 from jaxscaler.solve.problem import INFINITY
 
 LARGEST_TABLE = 10**6
+_MOST_WORK = 2 * 10**9  # additions per call
+_MOST_GROWTH = 10**7  # entries that the tables may gain per call
 
 
 def eliminate(kernel: Kernel) -> tuple[Kernel, Way]:
@@ -23,7 +25,8 @@ def eliminate(kernel: Kernel) -> tuple[Kernel, Way]:
     n, sizes = kernel.num_nodes, kernel.sizes
     free = np.ones(n, bool)
     free[kernel.use_node] = False
-    if not free.any():
+    degree = np.bincount(kernel.edge_nodes.ravel(), minlength=n)
+    if not (free & (degree <= 2)).any():
         return kernel, UNCHANGED
     tables: list[dict[int, np.ndarray]] = [{} for _ in range(n)]  # tables[i][j]: shape [k_i, k_j]
     for e, (i, j) in enumerate(kernel.edge_nodes.tolist()):
@@ -46,16 +49,20 @@ def eliminate(kernel: Kernel) -> tuple[Kernel, Way]:
     heap = [(cost, v) for v in np.flatnonzero(free).tolist() if (cost := price(v)) is not None]
     heapq.heapify(heap)
     done = np.zeros(n, bool)
+    work, growth = _MOST_WORK, _MOST_GROWTH
     while heap:
         cost, v = heapq.heappop(heap)
         if done[v]:
             continue
+        if cost > work or growth < 0:  # the cheapest goes first, so the others are no better
+            break
         now = price(v)
         if now != cost:  # the neighbourhood has changed since
             if now is not None:
                 heapq.heappush(heap, (now, v))
             continue
         done[v] = True
+        work -= cost
         around = sorted(tables[v].items())
         gone.append((v, own[v], around))
         for w, _ in around:
@@ -69,7 +76,9 @@ def eliminate(kernel: Kernel) -> tuple[Kernel, Way]:
         else:
             (i, to_i), (j, to_j) = around
             table = _min_plus(np.ascontiguousarray(to_i.T), own[v], np.ascontiguousarray(to_j))
+            growth -= table.size - to_i.size - to_j.size
             if j in tables[i]:
+                growth += table.size
                 table = np.minimum(table + tables[i][j], INFINITY)
             tables[i][j], tables[j][i] = table, table.T
         for w, _ in around:

@@ -1,0 +1,254 @@
+"""Planning with recomputation: where memory binds, what the backward pass makes again is searched
+with the layouts, the step is traced anew with that, and planned on the mesh that was found.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxscaler.cost.memory import Rules
+from jaxscaler.errors import ConstraintError, InfeasibleError
+from jaxscaler.graph.build import build
+from jaxscaler.graph.fold import Folded, fold
+from jaxscaler.graph.ir import OpGraph
+from jaxscaler.program import NOWHERE, Line, Statement, Values
+from jaxscaler.report.show import size_text
+from jaxscaler.rewrite.apply import results_of
+from jaxscaler.rewrite.changes import CoShard, Recompute, Segment, overlap
+from jaxscaler.search import Best
+from jaxscaler.solve import solve
+from jaxscaler.space.kept import Pair, pairs_of, shared
+from jaxscaler.space.problem import Model, Priced
+from jaxscaler.space.recompute import (
+    KEPT,
+    OFF,
+    RUN,
+    Recomputation,
+    changes_of,
+    extended,
+    recomputation,
+)
+from jaxscaler.space.segments import segmentations
+from jaxscaler.space.subjects import Subjects
+from jaxscaler.trace import Traced
+
+TOLERANCE = 0.02  # of the price that was searched, within which the changed step's must be
+ATTEMPTS = 4  # searches with less memory each, where the changed step needs more than was searched
+SHRINK = 0.88
+SHARE = 0.2  # of the time limit, at least, for each way to cut into segments
+ENOUGH = 0.01  # above a bound without memory: other borders of segments are not worth a search
+WORK = 5.0  # about as many seconds, for a bound without memory
+FULL = 0.7  # of the memory: below, a plan is not looked at for what more memory would give
+UNLIMITED = 1e18  # bytes
+HINT = (
+    "with jaxscaler.value_and_grad (or grad) in place of jax's in the step, the planner may also "
+    "recompute activations in the backward pass, which takes less memory"
+)
+
+
+@dataclass(frozen=True)
+class Again:
+    """The space of a step with all `segments` recomputed, and what of it may be kept instead."""
+
+    segments: tuple[Segment, ...]
+    pairs: tuple[Pair, ...]
+    lines: tuple[Line, ...] = ()  # of the program: what may be kept
+
+    def shared(self, folded: Folded) -> frozenset[int]:
+        return shared(folded, self.pairs)
+
+    def on(self, model: Model) -> tuple[Model, Recomputation]:
+        """The model with the states of recomputation in its problems."""
+        found = recomputation(model.graph, model.folded, model.space, self.segments, self.pairs)
+        forced = _forced(self.lines, model, found)
+
+        def extend(priced: Priced, device: Any) -> Priced:
+            return extended(priced, found, device, forced)
+
+        return replace(model, extend=extend), found
+
+
+def plan_with_recomputation(
+    search: Callable[..., Any],
+    traced: Traced,
+    graph: OpGraph,
+    program: Sequence[Statement],
+    memory: float,
+    time_limit: float,
+    rules: Rules,
+    say: Callable[[str, str], None],
+) -> Any:
+    """The planned step (`planner.Planned`), with recomputation where that is cheaper, or said.
+
+    `search(traced, graph, program, memory, time_limit, again=, mesh=)` plans a step as it is; with
+    `again` it gives (what `Session.search` found, Recomputation) instead.
+    """
+    lines = tuple(x for x in program if isinstance(x, Line) and x.place == NOWHERE)
+    rest = tuple(x for x in program if x not in lines)
+    plain: Any = None
+    error: InfeasibleError | None = None
+    if lines and not traced.losses:
+        raise ConstraintError(f"{lines[0]} ({lines[0].source}): {HINT}")
+    try:
+        plain = search(traced, graph, rest, memory, time_limit)
+    except InfeasibleError as cause:
+        if not traced.losses:
+            raise InfeasibleError(f"{cause}\n{HINT}") from None
+        error = cause
+    if not traced.losses:
+        said = plain.plan.predicted
+        full = said.peak_bytes > FULL * said.limit_bytes
+        return _noted(plain, full and _binds_on_its_mesh(plain.plan.session.best))
+    if plain is not None and not lines and not _binds(plain):
+        return plain
+    found, start = None, time.perf_counter()
+    for again, changed, its_graph in _spaces(traced, graph, lines, rules):
+        say("recompute", f"{len(again.segments)} segments, {len(its_graph.ops)} ops")
+        spent = time.perf_counter() - start
+        share = min(time_limit, max(2 * time_limit - spent, SHARE * time_limit))
+        one = _attempts(search, traced, again, changed, its_graph, rest, memory, share)
+        if one is not None and (found is None or _cost(one[0]) < _cost(found[0])):
+            found = one
+        if found is not None and _cost(found[0]) <= (1 + ENOUGH) * found[1]:
+            break
+    if found is None:
+        if error is not None or lines:
+            raise InfeasibleError(
+                f"{error or 'no plan does what the program says'}\n"
+                "recomputing all activations of all layers does not help"
+            )
+        return plain
+    planned = found[0]
+    if plain is not None and not lines and _cost(plain) <= _cost(planned):
+        return plain
+    plan = replace(planned.plan, constraints=tuple(str(x) for x in program))
+    return replace(planned, plan=plan)
+
+
+def _cost(planned: Any) -> float:
+    return planned.plan.predicted.seconds
+
+
+def _noted(planned: Any, gains: bool) -> Any:
+    """The planned step; where it would gain, with a word on what the drop-in adds."""
+    if not gains:
+        return planned
+    return replace(planned, plan=replace(planned.plan, notes=(*planned.plan.notes, HINT)))
+
+
+# -- whether memory binds ----------------------------------------------------------------------
+
+
+def _binds_on_its_mesh(best: Best) -> bool:
+    """Whether a cheaper choice is left out for its memory, on the mesh of a plan."""
+    problem = best.priced.problem
+    cost = round(best.seconds / best.priced.unit)
+    free = solve(replace(problem, usage_limit=None), work_limit=WORK, upper_bound=cost)
+    return free.choice is not None
+
+
+def _free(best: Best) -> int:
+    """A bound on what a plan costs with all the memory that it wants, on the mesh of a plan."""
+    return solve(replace(best.priced.problem, usage_limit=None), work_limit=WORK).bound
+
+
+def _binds(planned: Any) -> bool:
+    """The same on any mesh."""
+    session = planned.plan.session
+    if _binds_on_its_mesh(session.best):
+        return True
+    free = replace(session, limit=UNLIMITED, best=None).search(explained=False)
+    return free.best.seconds < session.best.seconds * (1 - 1e-6)
+
+
+# -- the search --------------------------------------------------------------------------------
+
+
+def _spaces(traced: Traced, graph: OpGraph, lines: tuple[Line, ...], rules: Rules):
+    """(Again, the step with all of its segments recomputed, its graph), per segmentation."""
+    loops = [change.segment for change in traced.changes if isinstance(change, CoShard)]
+    for found in segmentations(graph, fold(graph)):
+        segments = tuple(s for s in found if not any(overlap(s, loop) for loop in loops))
+        if not segments:
+            continue
+        changed = traced.changed([*traced.changes, *map(Recompute, segments)])
+        its_graph = build(changed)
+        results = {
+            s: results_of(traced.losses[s.loss], s.inside)[s.first : s.last + 1] for s in segments
+        }
+        pairs = pairs_of(its_graph, segments, results, rules)
+        yield Again(segments, pairs, lines), changed, its_graph
+
+
+def _attempts(search, traced, again, changed, its_graph, program, memory, time_limit):
+    """(A plan of the step with what was searched for it, a bound without memory), or None."""
+    for attempt in range(ATTEMPTS):
+        share = memory * SHRINK**attempt
+        try:
+            found, what = search(changed, its_graph, program, share, time_limit, again=again)
+        except InfeasibleError:
+            return None
+        best = found.best
+        changes = changes_of(what, best.priced, best.choice)
+        step = traced.changed((*traced.changes, *changes))
+        try:
+            planned = search(step, build(step), program, memory, time_limit, mesh=best.priced.mesh)
+        except InfeasibleError:
+            continue
+        return _reported(planned, found, changes), _free(best) * best.priced.unit
+    return None
+
+
+def _reported(planned: Any, found: Any, changes: tuple[Recompute, ...]) -> Any:
+    """The plan with its changes, the bound of the whole search, and what a user should know."""
+    plan, searched = planned.plan, found.best.seconds
+    seconds = plan.predicted.seconds
+    notes = []
+    if changes:
+        kept = sum(len(c.kept) for c in changes)
+        notes.append(
+            f"{len(changes)} segments of the forward pass run again in the backward pass, except "
+            f"for {kept} values that are kept; {size_text(plan.predicted.peak_bytes)} a device"
+        )
+    if abs(seconds - searched) > TOLERANCE * searched:
+        notes.append(
+            f"the changed step is priced at {seconds:.4g} s, while {searched:.4g} s were searched"
+        )
+    lower = min(found.lower, seconds)
+    search = replace(
+        plan.search, status=found.status, bound=lower, gap=1 - lower / seconds, meshes=found.tried
+    )
+    return replace(
+        planned,
+        plan=replace(
+            plan, changes=planned.traced.changes, search=search, notes=(*plan.notes, *notes)
+        ),
+    )
+
+
+# -- lines of a program ------------------------------------------------------------------------
+
+
+def _forced(lines: Sequence[Line], model: Model, found: Recomputation) -> dict[int, frozenset[int]]:
+    """Use node -> states that `op_assign(values, NOWHERE)` and its opposite leave it.
+
+    Raises ConstraintError for a line that selects nothing that could be kept.
+    """
+    forced: dict[int, frozenset[int]] = {}
+    subjects = Subjects(model.graph, model.folded, model.space)
+    for line in lines:
+        assert isinstance(line.subject, Values)  # `op_assign` allows no other to go nowhere
+        chosen = {v for _, _, v in subjects.value_spots(line.subject)}
+        nodes = [n for n, pairs in found.kept.items() if any(p.first in chosen for p in pairs)]
+        if not nodes:
+            raise ConstraintError(
+                f"{line} ({line.source}): selects no activation of a layer that the backward pass "
+                'could make again; say values(..., role="activation")'
+            )
+        for node in nodes:
+            states = frozenset((KEPT, OFF) if line.forbidden else (RUN, OFF))
+            forced[node] = forced.get(node, states) & states
+    return forced

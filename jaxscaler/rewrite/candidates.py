@@ -1,0 +1,143 @@
+"""Which segments are worth running as loops over parts, by which factor: the co-shards to try.
+
+A layer's own factors are found at its largest values: each dim of such a value is a seed, and the
+rules say how far its factor goes (`divide`). So a layer offers its batch, tokens, heads, hidden dim
+and what else it has, and an attention or an MLP alone is a loop that covers no more than it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+from jaxscaler import _compat
+from jaxscaler.errors import RewriteError
+from jaxscaler.graph import kinds
+from jaxscaler.rewrite.apply import body_of, segment_of
+from jaxscaler.rewrite.changes import CoShard, Segment
+from jaxscaler.rewrite.divide import Division, divide
+
+LARGEST = 3  # values of a segment, of different shapes, whose dims are tried
+LEAST = 0.15  # of a segment's activations a loop must cover
+
+
+class Candidate(NamedTuple):
+    """Equal segments that may be looped over by one factor, each with its own seed.
+
+    size: of the factor. saving: bytes, on all devices together, of activations of one segment that
+    would be in memory one part at a time. where: the module and primitive at the seed.
+    """
+
+    segments: tuple[Segment, ...]
+    seeds: tuple[tuple[int, int, int], ...]
+    size: int
+    saving: float
+    where: str
+
+    def changes(self, parts: int, lanes: int = 1, first: int | None = None) -> tuple[CoShard, ...]:
+        """The change of the `first` segments, or of all."""
+        pairs = list(zip(self.segments, self.seeds))[:first]
+        return tuple(CoShard(segment, seed, parts, lanes) for segment, seed in pairs)
+
+    def __str__(self) -> str:
+        return f"{len(self.segments)} segments by a factor of {self.size} at {self.where}"
+
+
+def candidates(losses: Sequence[Any], segments: Iterable[Segment]) -> list[Candidate]:
+    """The co-shards of the `segments` of marked losses (their forward jaxprs), the largest saving
+    first. What follows the last segment of a loss (head and loss) is one more."""
+    found: list[Candidate] = []
+    for group in _alike(losses, segments):
+        found += _of_group(losses, group)
+    return sorted(found, key=lambda c: (-c.saving * len(c.segments), c.segments, c.seeds))
+
+
+def _alike(losses: Sequence[Any], segments: Iterable[Segment]) -> list[list[Segment]]:
+    """Segments that are equal equation by equation, in groups; with the tails of the losses."""
+    given = list(segments)
+    for loss, jaxpr in enumerate(losses):
+        top = [s.last for s in given if s.loss == loss and not s.inside]
+        around = [s.inside[0] for s in given if s.loss == loss and s.inside]
+        start = max((*top, *around), default=-1) + 1
+        end = len(_compat.open_jaxpr(jaxpr)[0].eqns) - 1
+        if start <= end:
+            given.append(Segment(loss, start, end))
+    groups: dict[Any, list[Segment]] = {}
+    for segment in sorted(given):
+        eqns = body_of(losses[segment.loss], segment.inside).eqns
+        text = tuple(
+            (e.primitive.name, *(str(v.aval) for v in (*e.invars, *e.outvars)))
+            for e in eqns[segment.first : segment.last + 1]
+        )
+        groups.setdefault((segment.loss, segment.inside, text), []).append(segment)
+    return list(groups.values())
+
+
+def _of_group(losses: Sequence[Any], group: Sequence[Segment]) -> list[Candidate]:
+    """A candidate for each factor at the largest values of the first segment of a group."""
+    segment = group[0]
+    jaxpr = body_of(losses[segment.loss], segment.inside)
+    closed, _, _ = segment_of(jaxpr, segment.first, segment.last)
+    inner, _ = _compat.open_jaxpr(closed)
+    whole = _stored_bytes(inner, range(len(inner.eqns)))
+    readers: dict[Any, tuple[int, int]] = {}
+    for i, eqn in enumerate(inner.eqns):
+        for n, v in enumerate(eqn.invars):
+            if not _compat.is_literal(v):
+                readers.setdefault(v, (i, n))
+    made = {v for eqn in inner.eqns for v in eqn.outvars if v in readers}
+    shapes: dict[tuple[int, ...], Any] = {}  # the largest first
+    for var in sorted(made, key=lambda v: (-_nbytes(v), readers[v])):
+        shapes.setdefault(tuple(sorted(var.aval.shape)), var)
+    found: dict[frozenset, Candidate] = {}
+    for var in list(shapes.values())[:LARGEST]:
+        i, n = readers[var]
+        for dim, size in enumerate(var.aval.shape):
+            division = _try(inner, (i, n, dim), size)
+            if division is None:
+                continue
+            saving = _stored_bytes(inner, division.loop)
+            cut = frozenset((i, p.ins, p.outs) for i, p in division.loop.items())
+            if saving >= LEAST * whole and cut not in found:
+                shift = [other.first for other in group]
+                seeds = tuple((first + i, n, dim) for first in shift)
+                where = _place_of(inner.eqns[i])
+                found[cut] = Candidate(tuple(group), seeds, division.size, saving, where)
+    return list(found.values())
+
+
+def _place_of(eqn: Any) -> str:
+    scope = [p for p in str(eqn.source_info.name_stack).split("/") if p and "@" not in p]
+    return f"{'/'.join(scope)} {eqn.primitive.name}".strip()
+
+
+def _try(jaxpr: Any, seed: tuple[int, int, int], size: int) -> Division | None:
+    if size < 2:
+        return None
+    try:
+        return divide(jaxpr.eqns, jaxpr.outvars, [seed], size)
+    except RewriteError:
+        return None
+
+
+def _stored_bytes(jaxpr: Any, equations: Iterable[int]) -> float:
+    """Bytes of values, among those that these equations make, that are not fused into others."""
+    read = {
+        v
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name not in kinds.FUSABLE
+        for v in eqn.invars
+        if not _compat.is_literal(v)
+    }
+    return sum(
+        _nbytes(v)
+        for i in equations
+        for v in jaxpr.eqns[i].outvars
+        if v in read or jaxpr.eqns[i].primitive.name not in kinds.FUSABLE
+    )
+
+
+def _nbytes(var: Any) -> float:
+    dtype = getattr(var.aval, "dtype", None)
+    return float(prod(var.aval.shape) * getattr(dtype, "itemsize", 4))

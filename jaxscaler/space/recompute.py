@@ -1,0 +1,369 @@
+"""Recomputation as part of a plan space: what a segment keeps, with the layouts, in one problem.
+
+The graph is that of the step with *every* segment recomputed and nothing kept (`graph` below). So
+each op that could run again is there, at its place in the backward pass, with its edges and its
+buffers. What is then decided, pairwise and exactly:
+
+| node | states |
+|---|---|
+| an op (or cluster) that runs again | run, under each strategy; off: it does not, one strategy |
+| the use of a value that it makes | again, in each layout; kept, in each layout; off: not read |
+
+An op that is off reads nothing and offers nothing. A value that is kept costs no second run, has
+the layout of its first copy in the forward pass, and stays in memory from there on; one that is off
+may not be read. Whether a value is kept at all is asked where it has a buffer; what is fused into
+its readers runs with them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+import numpy as np
+
+from jaxscaler.cost import compute
+from jaxscaler.cost.memory import enclosing, rules_for
+from jaxscaler.cost.reshard import local_bytes
+from jaxscaler.graph.fold import Folded
+from jaxscaler.graph.ir import Loop, OpGraph
+from jaxscaler.rewrite.changes import Recompute, Segment
+from jaxscaler.solve.problem import INFINITY, StrategyProblem
+from jaxscaler.space import strategies as st
+from jaxscaler.space.kept import Pair, equations_of, is_within, lives_of
+from jaxscaler.space.nodes import Space
+from jaxscaler.space.problem import VECTOR, Priced, tensor_bytes
+
+RUN, KEPT, OFF = 0, 1, 2  # of a use: made again, kept, not read
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """What of a space can run again or be kept instead."""
+
+    segments: tuple[Segment, ...]
+    pairs: tuple[Pair, ...]
+    op_nodes: frozenset[int]  # ops of the forward pass that run again
+    use_nodes: frozenset[int]  # of values that op_nodes make
+    kept: Mapping[int, tuple[Pair, ...]]  # of use_nodes: instances of its value, if it is keepable
+
+
+# -- on a space --------------------------------------------------------------------------------
+
+
+def recomputation(
+    graph: OpGraph,
+    folded: Folded,
+    space: Space,
+    segments: Sequence[Segment],
+    pairs: Sequence[Pair],
+) -> Recomputation:
+    """Which nodes of a space (built with `shared`) can be off, and which values kept."""
+    at = equations_of(segments)
+    op_nodes = set()
+    for i, node in enumerate(space.nodes):
+        ops = [graph.ops[folded.representatives[c]] for c in node.members]
+        if ops and all(is_within(at, op) and op.origin.again for op in ops):
+            op_nodes.add(i)
+    uses = {
+        use[0]: k
+        for k, use in space.use.items()
+        if k in space.made and space.made[k][0] in op_nodes and use[0] != space.made[k][0]
+    }
+    classes = folded.value_class.tolist()
+    instances = Counter(classes)
+    by_class: dict[int, list[Pair]] = defaultdict(list)
+    for pair in pairs:
+        by_class[classes[pair.again]].append(pair)
+    kept = {
+        node: tuple(by_class[k])
+        for node, k in uses.items()
+        if len(by_class.get(k, ())) == instances[k]
+    }
+    return Recomputation(tuple(segments), tuple(pairs), frozenset(op_nodes), frozenset(uses), kept)
+
+
+def changes_of(found: Recomputation, priced: Priced, choice: np.ndarray) -> tuple[Recompute, ...]:
+    """What a choice of strategies of an extended problem says of each segment.
+
+    A segment outside of loops of which nothing that has a buffer is made again is left as it is.
+    """
+    kept: dict[int, set[tuple[int, int]]] = defaultdict(set)
+    again: set[int] = set()
+    for node, pairs in found.kept.items():
+        state = _state(priced, found, node, choice)
+        for pair in pairs:
+            if state == KEPT:
+                kept[pair.segment].add((pair.equation, pair.result))
+            elif state == RUN:
+                again.add(pair.segment)
+    return tuple(
+        Recompute(segment, tuple(sorted(kept[n])))
+        for n, segment in enumerate(found.segments)
+        if n in again or segment.inside
+    )
+
+
+def _state(priced: Priced, found: Recomputation, node: int, choice: np.ndarray) -> int:
+    """RUN, KEPT or OFF, from where in the node's strategies the choice is."""
+    count, at = len(priced.strategies[node]), int(choice[node])
+    if at == count - 1:
+        return OFF
+    return KEPT if node in found.kept and at >= (count - 1) // 2 else RUN
+
+
+# -- on a mesh ---------------------------------------------------------------------------------
+
+
+def extended(
+    priced: Priced, found: Recomputation, device, forced: Mapping[int, frozenset[int]] = {}
+) -> Priced:
+    """`priced` with the states of recomputation: other strategies, costs, edges and usages.
+
+    `forced`: the states that a node of `found.use_nodes` may be in, where constraints say.
+    """
+    return _Extension(priced, found, device, forced).run()
+
+
+class _Extension:
+    def __init__(self, priced: Priced, found: Recomputation, device, forced):
+        self.priced, self.found, self.device, self.forced = priced, found, device, forced
+        self.model, self.old = priced.model, priced.problem
+        self.space = self.model.space
+        self.sizes = np.diff(self.old.node_ptr)
+        self.of: list[np.ndarray] = []  # per node: strategy -> the old one
+        self.state: list[np.ndarray] = []
+        for i, n in enumerate(self.sizes.tolist()):
+            all_of = np.arange(n)
+            if i in found.op_nodes:
+                states = [RUN, OFF]
+            elif i in found.use_nodes:
+                states = [RUN, KEPT, OFF] if i in found.kept else [RUN, OFF]
+            else:
+                states = [RUN]
+            parts = [all_of[:1] if s == OFF else all_of for s in states]
+            self.of.append(np.concatenate(parts))
+            self.state.append(np.repeat(states, [len(p) for p in parts]))
+
+    def run(self) -> Priced:
+        costs = [self.node_costs(i) for i in range(len(self.of))]
+        edges = self.edges()
+        usages = self.usages()
+        pairs = list(edges)
+
+        def pointers(lengths) -> np.ndarray:
+            return np.concatenate(([0], np.cumsum(np.array(lengths, np.int64)))).astype(np.int64)
+
+        empty = np.zeros(0, np.int64)
+        problem = StrategyProblem(
+            name=self.old.name,
+            node_ptr=pointers([len(c) for c in costs]),
+            node_costs=np.concatenate(costs),
+            edge_nodes=np.array(pairs, np.int64).reshape(-1, 2),
+            edge_ptr=pointers([t.size for t in edges.values()]),
+            edge_costs=np.concatenate([t.ravel() for t in edges.values()]) if edges else empty,
+            usage_node=np.array([u[0] for u in usages], np.int64),
+            usage_lo=np.array([u[1] for u in usages], np.int64),
+            usage_hi=np.array([u[2] for u in usages], np.int64),
+            usage_ptr=pointers([len(u[3]) for u in usages]),
+            usages=np.concatenate([u[3] for u in usages]) if usages else empty,
+            usage_limit=self.old.usage_limit,
+        )
+        rows = tuple(r[of] for r, of in zip(self.priced.strategies, self.of))
+        return replace(self.priced, problem=problem, strategies=rows)
+
+    # -- costs -------------------------------------------------------------------------------------
+
+    def units(self, seconds: np.ndarray) -> np.ndarray:
+        return np.rint(seconds / self.priced.unit).astype(np.int64)
+
+    def node_costs(self, i: int) -> np.ndarray:
+        of, state = self.of[i], self.state[i]
+        old = self.old.node_costs[self.old.node_ptr[i] : self.old.node_ptr[i + 1]]
+        cost = np.where(state == OFF, 0, old[of])
+        if i in self.found.kept:
+            cost = cost + np.where(state == KEPT, self.units(self.stacked(i))[of], 0)
+        if i in self.forced:
+            cost = np.where(np.isin(state, list(self.forced[i])), cost, INFINITY)
+        return cost
+
+    def local(self, node: int, port: int) -> np.ndarray:
+        dims = self.space.nodes[node].ports[port].dims
+        layouts = st.layouts(self.space.nodes[node], port, self.priced.strategies[node])
+        return local_bytes(self.priced.mesh, (1,) * len(dims), 1.0, layouts)
+
+    def stacked(self, i: int) -> np.ndarray:
+        """Seconds to write a kept value to a loop's stack and to read it back: [strategies]."""
+        runs = 0
+        for pair in self.found.kept[i]:
+            maker = int(self.model.graph.makers[pair.first, 0])
+            if self.loops_of(pair):
+                runs += self.model.graph.ops[maker].repeat
+        if not runs:
+            return np.zeros(self.sizes[i])
+        value = self.model.graph.values[self.found.kept[i][0].first]
+        nbytes = tensor_bytes(value.shape, value.dtype)
+        work = compute.Work(0.0, VECTOR, ((0, nbytes),), (), 2 * runs, False)
+        ones = np.ones((self.sizes[i], 1), np.int64)
+        return compute.seconds(work, ones, {0: self.local(i, 0)}, self.device)
+
+    def loops_of(self, pair: Pair) -> list[Loop]:
+        """The loops of the forward pass whose iterations stack a value."""
+        enclosing, maker = self.enclosing, self.model.graph.makers[:, 0]
+        around = enclosing[maker[pair.again]]
+        return [loop for loop in enclosing[maker[pair.first]] if loop not in around]
+
+    @cached_property
+    def enclosing(self) -> list[tuple[Loop, ...]]:
+        """Per op: the loops around it, outermost first."""
+        return enclosing(self.model.graph)
+
+    @cached_property
+    def readers(self) -> Mapping[int, list[tuple[int, int]]]:
+        """Value -> (op, operand) that read it."""
+        found: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for op, slot, v in self.model.graph.reads.tolist():
+            found[v].append((op, slot))
+        return found
+
+    def edges(self) -> dict[tuple[int, int], np.ndarray]:
+        moded = self.found.op_nodes | self.found.use_nodes
+        directions = {(e.src, e.dst) for e in self.space.edges if e.dst >= 0}
+        out: dict[tuple[int, int], np.ndarray] = {}
+        for e, (i, j) in enumerate(self.old.edge_nodes.tolist()):
+            table = self.old.edge_costs[self.old.edge_ptr[e] : self.old.edge_ptr[e + 1]]
+            table = table.reshape(self.sizes[i], self.sizes[j])
+            if i in moded or j in moded:
+                table = self.conditional(i, j, table[np.ix_(self.of[i], self.of[j])], directions)
+            out[i, j] = table if (i, j) not in out else _sum(out[i, j], table)
+        for node, pairs in self.found.kept.items():
+            for spot in {self.first_spot(pair) for pair in pairs}:
+                self.tie(out, spot, node)
+            self.untouched(out, node)
+        return out
+
+    def conditional(self, i: int, j: int, table: np.ndarray, directions) -> np.ndarray:
+        """Edges between two nodes: paid where they are read, forbidden where nothing is there."""
+        paid, broken = np.zeros(table.shape, bool), np.zeros(table.shape, bool)
+        for src, dst, turn in ((i, j, False), (j, i, True)):
+            if (src, dst) in directions:
+                there = (self.state[src] != OFF)[:, None]
+                read = (self.state[dst] == RUN)[None, :]
+                paid |= (there & read).T if turn else there & read
+                broken |= (~there & read).T if turn else ~there & read
+        # a value made again needs its maker to run
+        return np.where(broken, INFINITY, np.where(paid, table, 0))
+
+    def first_spot(self, pair: Pair):
+        k = int(self.model.folded.value_class[pair.first])
+        return self.space.use.get(k) or self.space.made.get(k)
+
+    def tie(self, out: dict, spot, node: int) -> None:
+        """What is kept lies as its first copy does."""
+        if spot is None:  # it is whole
+            other, layouts = None, np.full((1, self.priced.strategies[node].shape[1]), st.UNUSED)
+        else:
+            other, port = spot
+            rows = self.priced.strategies[other][self.of[other]]
+            layouts = st.layouts(self.space.nodes[other], port, rows)
+        mine = st.layouts(self.space.nodes[node], 0, self.priced.strategies[node][self.of[node]])
+        same = (layouts[:, None, :] == mine[None, :, :]).all(axis=2)
+        table = np.where((self.state[node] == KEPT)[None, :] & ~same, INFINITY, 0)
+        if other is not None:
+            _add(out, other, node, table)
+
+    def untouched(self, out: dict, node: int) -> None:
+        """What streams less when a value is kept: the cluster that need not write it; of a loop's
+        stack, the kernels that read it as they slice it."""
+        pair = self.found.kept[node][0]
+        folded, graph = self.model.folded, self.model.graph
+        k = int(folded.value_class[pair.again])
+        spots = {self.space.made[k]} if self.is_cluster(self.space.made[k][0]) else set()
+        reads = self.readers[pair.again]
+        kinds = [graph.kinds[graph.ops[o].kind] for o, _ in reads]
+        if self.loops_of(pair) and all("fusable" in kind.traits for kind in kinds):
+            found = (self.space.read.get((int(folded.op_class[o]), slot)) for o, slot in reads)
+            spots.update(spot for spot in found if spot is not None)
+        value = graph.values[pair.again]
+        for other, port in spots:
+            gain = self.saved(other, (port, tensor_bytes(value.shape, value.dtype)))
+            gain = np.where(self.state[other] == RUN, gain[self.of[other]], 0)
+            table = np.where((self.state[node] == KEPT)[None, :], -gain[:, None], 0)
+            _add(out, other, node, table)
+
+    def is_cluster(self, node: int) -> bool:
+        return self.space.nodes[node].what == "cluster"
+
+    def saved(self, node: int, tensor: tuple[int, float]) -> np.ndarray:
+        """Cost units that a node's kernel takes less without one of its tensors: [strategies]."""
+        work = self.model.works[node]
+        if work is None or tensor not in work.tensors:
+            return np.zeros(self.sizes[node], np.int64)
+        tensors = list(work.tensors)
+        tensors.remove(tensor)
+        less = work._replace(tensors=tuple(tensors))
+        parts = st.parts(self.space.nodes[node], self.priced.strategies[node], self.mesh_sizes)
+        local = {p: self.local(node, p) for p, _ in work.tensors}
+        time = compute.seconds(work, parts, local, self.device)
+        return self.units(time - compute.seconds(less, parts, local, self.device))
+
+    @property
+    def mesh_sizes(self) -> tuple[int, ...]:
+        return tuple(self.priced.mesh.shape)
+
+    # -- memory ------------------------------------------------------------------------------------
+
+    def usages(self) -> list[tuple[int, int, int, np.ndarray]]:
+        old, out = self.old, []
+        for u, i in enumerate(old.usage_node.tolist()):
+            taken = old.usages[old.usage_ptr[u] : old.usage_ptr[u + 1]][self.of[i]]
+            lo, hi = int(old.usage_lo[u]), int(old.usage_hi[u])
+            out.append((i, lo, hi, np.where(self.state[i] == RUN, taken, 0)))
+        graph, moment = self.model.graph, self.model.lives.moment
+        start, end, has = lives_of(graph, rules_for(self.device.vendor))
+
+        def rows(first: int, last: int) -> tuple[int, int]:
+            lo = np.searchsorted(moment, first, side="left")
+            return int(lo), int(np.searchsorted(moment, last, side="right"))
+
+        for node, pairs in self.found.kept.items():
+            counted: Counter[tuple[int, int, int]] = Counter()
+            for pair in pairs:
+                v, w = pair.first, pair.again
+                loops = self.loops_of(pair)
+                if loops:
+                    stays = rows(loops[0].first - 1, self.end_of_backward(pair, int(end[w])))
+                    counted[(*stays, prod(loop.trips for loop in loops))] += 1
+                    inside = self.enclosing[int(graph.makers[w, 0])][-1].first
+                    if has[w]:
+                        counted[(*rows(inside, int(end[w])), 1)] += 1
+                else:
+                    begins = int(end[v]) + 1 if has[v] else int(start[v])
+                    counted[(*rows(begins, int(end[w])), 1)] += 1
+            value = graph.values[pairs[0].first]
+            one = tensor_bytes(value.shape, value.dtype) * self.local(node, 0)[self.of[node]]
+            one = np.where(self.state[node] == KEPT, one, 0.0)
+            for (lo, hi, times), count in counted.items():
+                if hi > lo:
+                    out.append((node, lo, hi, np.ceil(one * times * count).astype(np.int64)))
+        return out
+
+    def end_of_backward(self, pair: Pair, end: int) -> int:
+        """The end of the loop that reads a stack, or of the last read."""
+        maker = self.model.graph.makers[:, 0]
+        around = self.enclosing[maker[pair.first]]
+        loops = [loop for loop in self.enclosing[maker[pair.again]] if loop not in around]
+        return loops[0].last if loops else end
+
+
+def _sum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return np.where((a >= INFINITY) | (b >= INFINITY), INFINITY, a + b)
+
+
+def _add(out: dict, i: int, j: int, table: np.ndarray) -> None:
+    if i > j:
+        i, j, table = j, i, table.T
+    out[i, j] = table if (i, j) not in out else _sum(out[i, j], table)

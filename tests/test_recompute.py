@@ -1,0 +1,315 @@
+"""Recomputation: the same numbers whatever is kept; searched with the layouts in one problem."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxscaler as js
+from jaxscaler.cluster.cluster import Cluster
+from jaxscaler.cluster.mesh import candidate_meshes
+from jaxscaler.cost.memory import live_buffers, rules_for
+from jaxscaler.graph.build import build
+from jaxscaler.graph.fold import fold
+from jaxscaler.graph.labels import factor_labels
+from jaxscaler.plan import Plan
+from jaxscaler.planner import follow_plan, plan_step
+from jaxscaler.replan import Again
+from jaxscaler.rewrite.apply import changed, flat, named, results_of
+from jaxscaler.rewrite.changes import Recompute, Segment
+from jaxscaler.solve import solve
+from jaxscaler.space.build import build_space
+from jaxscaler.space.kept import pairs_of
+from jaxscaler.space.problem import model, price
+from jaxscaler.space.recompute import changes_of
+from jaxscaler.space.segments import segmentations
+from jaxscaler.trace import trace
+from models import gpt, llama, workload
+
+CLUSTER = Cluster.parse("h100:8")
+
+
+# -- the same numbers ---------------------------------------------------------------------------
+
+
+@jax.custom_vjp
+def steep(x):
+    return jnp.tanh(x)
+
+
+steep.defvjp(lambda x: (jnp.tanh(x), x), lambda x, d: (3.0 * d * jnp.cos(x),))  # not the true one
+
+
+def random_loss(seed):
+    """A random program of a few layers: products, a custom rule, a scan, a branch, dropout."""
+    rng = np.random.default_rng(seed)
+    kinds = rng.integers(6, size=5)
+
+    def loss(ws, x, key):
+        for i, kind in enumerate(kinds):
+            w = ws[i]
+            if kind == 0:
+                x = steep(x @ w)
+            elif kind == 1:
+                x = x + jax.nn.gelu(x @ w)
+            elif kind == 2:
+                x, ys = jax.lax.scan(lambda c, _, w=w: (jnp.sin(c @ w), c[0]), x, None, length=3)
+                x = x + jnp.mean(ys)
+            elif kind == 3:
+                x = jax.lax.cond(jnp.sum(x) > 0, jnp.sin, lambda x, w=w: x @ w, x)
+            elif kind == 4:
+                keep = jax.random.bernoulli(jax.random.fold_in(key, i), 0.5, x.shape)
+                x = jnp.where(keep, 2 * (x @ w), 0.0)
+            else:
+                x = jax.nn.softmax(x @ w) @ w.T
+        return jnp.mean(x**2)
+
+    return loss
+
+
+def random_changes(closed, seed):
+    """Disjoint segments and what they keep, at the top level and in the bodies of scans."""
+    rng = np.random.default_rng(seed)
+    bodies = [((), closed.jaxpr.eqns)]
+    bodies += [
+        ((i, 0), eqn.params["jaxpr"].jaxpr.eqns)
+        for i, eqn in enumerate(closed.jaxpr.eqns)
+        if eqn.primitive.name == "scan"
+    ]
+    changes, inside = [], []
+    for key, eqns in reversed(bodies):
+        cuts = sorted(rng.choice(len(eqns) + 1, min(4, len(eqns) + 1), replace=False).tolist())
+        for a, b in zip(cuts[::2], cuts[1::2]):
+            if not key and any(a <= i < b for i in inside):
+                continue  # a changed body stays at the top level
+            spots = [(i, r) for i in range(a, b) for r in range(len(eqns[i].outvars))]
+            keep = [s for s in spots if rng.random() < 0.3 and _is_float(eqns, s)]
+            changes.append(Recompute(Segment(0, a, b - 1, key), tuple(keep)))
+            inside += key[:1]
+    return changes
+
+
+def _is_float(eqns, spot):
+    return jnp.issubdtype(eqns[spot[0]].outvars[spot[1]].aval.dtype, jnp.floating)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_any_segments_and_kept_values_give_the_same_numbers(seed):
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(seed)
+        ws = [jnp.array(rng.standard_normal((4, 4))) for _ in range(5)]
+        args = (ws, jnp.array(rng.standard_normal((3, 4))), jax.random.key(seed))
+        loss = random_loss(seed)
+        closed = named(flat(jax.make_jaxpr(loss)(*args)), 0)
+        expected = jax.jit(jax.value_and_grad(loss))(*args)
+        changes = random_changes(closed, seed)
+        assert changes
+
+        def rewritten(*args):
+            return changed(closed, changes)(*jax.tree.leaves(args))[0]
+
+        found = jax.jit(jax.value_and_grad(rewritten))(*args)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14)
+
+
+def test_changes_of_another_step_are_refused():
+    closed = flat(jax.make_jaxpr(lambda x: jnp.sin(jnp.cos(x)))(1.0))
+    run = partial(changed, closed)
+    with pytest.raises(js.PlanError, match="overlaps"):
+        run([Recompute(Segment(0, 0, 1)), Recompute(Segment(0, 1, 1))])(1.0)
+    with pytest.raises(js.PlanError, match="goes past the 2 equations"):
+        run([Recompute(Segment(0, 0, 2))])(1.0)
+    with pytest.raises(js.PlanError, match="makes no result 3"):
+        run([Recompute(Segment(0, 0, 1), kept=((1, 3),))])(1.0)
+    with pytest.raises(js.PlanError, match="no such bodies"):
+        run([Recompute(Segment(0, 0, 1, (1, 0)))])(1.0)
+
+
+# -- searched -----------------------------------------------------------------------------------
+
+
+def layers(count, d=256, f=1024):
+    """(parameters, step) of residual layers x + gelu(x up) down, the loss marked."""
+
+    def loss(params, x):
+        for p in params:
+            x = x + jax.nn.gelu(x @ p["up"]) @ p["down"]
+        return jnp.mean(x**2)
+
+    def step(params, x):
+        value, grads = js.value_and_grad(loss)(params, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    one = {"up": jax.ShapeDtypeStruct((d, f), "float32"),
+           "down": jax.ShapeDtypeStruct((f, d), "float32")}  # fmt: skip
+    return [one] * count, step
+
+
+def model_of(traced, again=None):
+    graph = build(traced)
+    folded = fold(graph)
+    shared = frozenset() if again is None else again.shared(folded)
+    space = build_space(graph, folded, factor_labels(graph, folded), shared)
+    lives = live_buffers(graph, folded, rules_for(CLUSTER.device.vendor))
+    return model(graph, folded, space, lives)
+
+
+def again_of(traced, segments):
+    """(Again, the model of the step with all segments recomputed, what can be kept)."""
+    changed_step = traced.changed([Recompute(s) for s in segments])
+    results = {
+        s: results_of(traced.losses[s.loss], s.inside)[s.first : s.last + 1] for s in segments
+    }
+    rules = rules_for(CLUSTER.device.vendor)
+    again = Again(segments, pairs_of(build(changed_step), segments, results, rules))
+    return again, *again.on(model_of(changed_step, again))
+
+
+def cheapest(found, mesh, limit):
+    priced = price(found, mesh, CLUSTER.device, limit)
+    solution = solve(priced.problem, work_limit=20.0)
+    cost = None if solution.cost is None else solution.cost * priced.unit
+    return priced, solution, cost
+
+
+def test_optimum_equals_enumeration_of_kept_sets():
+    """All kept sets of a small step, each traced and planned: none is cheaper than the search."""
+    params, step = layers(2)
+    traced = trace(step, params, jax.ShapeDtypeStruct((1 << 17, 256), "float32"))
+    plain = model_of(traced)
+    mesh = candidate_meshes(CLUSTER)[0]
+    segments = segmentations(plain.graph, plain.folded)[-1][:1]
+    again, space, what = again_of(traced, segments)
+    assert len(again.pairs) >= 2
+    _, free, _ = cheapest(plain, mesh, None)
+    for share in (0.85, 0.7):
+        limit = int(share * free.peak_usage) + plain.fixed_bytes
+        priced, solution, cost = cheapest(space, mesh, limit)
+        spots = sorted({(p.equation, p.result) for p in again.pairs})
+        best = np.inf
+        for n in range(len(spots) + 1):
+            for kept in itertools.combinations(spots, n):
+                one = model_of(traced.changed([Recompute(segments[0], kept)]))
+                best = min(best, cheapest(one, mesh, limit)[2] or np.inf)
+        best = min(best, cheapest(plain, mesh, limit)[2] or np.inf)
+        if cost is None:
+            assert best == np.inf
+            continue
+        assert cost == pytest.approx(best, rel=0.02)
+        changes = changes_of(what, priced, solution.choice)
+        assert cheapest(model_of(traced.changed(changes)), mesh, limit)[2] == pytest.approx(
+            best, rel=0.02
+        )
+
+
+def language_model(module, size, tools=js, **sizes):
+    w = module.workload(size, **sizes)
+
+    def step(state, batch):
+        def loss(params):
+            logits = state.apply_fn({"params": params}, batch["inputs"])
+            return workload.cross_entropy(logits, batch["targets"])
+
+        value, grads = tools.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=grads), {"loss": value}
+
+    return w, step
+
+
+TINY = {
+    "gpt": partial(language_model, gpt, "tiny", batch=64, layers=3, vocab=64),
+    "llama-scan": partial(language_model, llama, "tiny", batch=64, layers=4, vocab=64, scan=True),
+}
+LARGE = {  # where work, not the start of kernels, is what takes time
+    "gpt": partial(language_model, gpt, "small", batch=32, layers=3, vocab=1024),
+    "llama-scan": partial(
+        language_model, llama, "8b", batch=8, seq=1024, layers=6, vocab=1024, hidden=1024, heads=8,
+        ffn=4096, scan=True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_price_of_the_changed_step_is_what_was_searched(name):
+    w, step = LARGE[name]()
+    traced = trace(step, w.state, w.batch)
+    plain = model_of(traced)
+    mesh = candidate_meshes(CLUSTER)[0]
+    segments = segmentations(plain.graph, plain.folded)[0]
+    _, space, what = again_of(traced, segments)
+    _, free, _ = cheapest(space, mesh, None)
+    limit = int(0.8 * free.peak_usage) + space.fixed_bytes
+    priced, solution, cost = cheapest(space, mesh, limit)
+    changes = changes_of(what, priced, solution.choice)
+    assert changes
+    _, again, priced_again = cheapest(model_of(traced.changed(changes)), mesh, limit)
+    assert priced_again == pytest.approx(cost, rel=0.02)
+    assert again.peak_usage <= solution.peak_usage * 1.02
+
+
+@pytest.mark.parametrize("name", ["gpt", pytest.param("llama-scan", marks=pytest.mark.slow)])
+def test_recomputed_steps_compute_the_same(name, tmp_path):
+    """On 8 devices, in float64: searched under a limit that nothing else fits, or as is said.
+
+    And the same step from a file.
+    """
+    with jax.enable_x64(True):
+        w, step = TINY[name](dtype="float64")
+        _, without = TINY[name](dtype="float64", tools=jax)
+        options = dict(cluster="cpu:8", mesh={"d": 8}, time_limit=20)
+        if name == "gpt":
+            products = js.values(role="activation", primitive="dot_general")
+            options["constraints"] = [js.op_assign(products, js.NOWHERE)]
+        else:
+            free = js.plan(step, w.state, w.batch, **options)
+            options["memory"] = 0.6 * free.predicted.peak_bytes / 2**33
+            with pytest.raises(js.InfeasibleError, match="value_and_grad"):
+                js.plan(without, w.state, w.batch, **options)
+        planned = js.parallelize(step, **options)
+        state = planned.init(w.init, jax.random.key(0), batch=w.batch)
+        plan = planned.plan
+        assert plan.changes
+        assert plan.predicted.peak_bytes <= plan.predicted.limit_bytes
+        batch = w.make_batch(0)
+        expected, metrics = jax.jit(without)(w.init(jax.random.key(0)), batch)
+        state, found = planned(state, batch)
+        np.testing.assert_allclose(found["loss"], metrics["loss"], rtol=1e-9)
+        for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+        plan.save(tmp_path / "plan.json")
+        loaded = Plan.load(tmp_path / "plan.json")
+        assert loaded == plan
+        follower = follow_plan(planned._trace((w.state, w.batch), {}), loaded)
+        assert follower.traced.changes == plan.changes
+        with pytest.raises(js.PlanError, match="value_and_grad"):
+            follow_plan(trace(without, w.state, w.batch), loaded)
+
+
+# -- said ---------------------------------------------------------------------------------------
+
+
+def test_nowhere_makes_again_and_its_opposite_keeps():
+    params, step = layers(3)
+    x = jax.ShapeDtypeStruct((1024, 256), "float32")
+    hidden = js.values(role="activation", primitive="dot_general")
+    line = js.op_assign(hidden, js.NOWHERE)
+    traced = trace(step, params, x)
+
+    def dots_kept(plan):
+        eqns = traced.losses[0].eqns
+        return {eqns[i].primitive.name for c in plan.changes for i, _ in c.kept}
+
+    plan = plan_step(traced, CLUSTER, constraints=[line], time_limit=5).plan
+    assert plan.changes and "dot_general" not in dots_kept(plan)
+    assert str(line) in plan.constraints
+    with pytest.raises(js.ConstraintError, match="value_and_grad"):
+        plan_step(trace(lambda w: w * 2, x), CLUSTER, constraints=[line])
+    other = js.op_assign(js.values(role="activation", path="nothing_like_it"), js.NOWHERE)
+    with pytest.raises(js.ConstraintError, match="selects no activation"):
+        plan_step(traced, CLUSTER, constraints=[other], time_limit=5)
