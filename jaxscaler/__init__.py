@@ -30,6 +30,7 @@ _MODULE = {
     "Plan": "plan",
     "PlanError": "errors",
     "Replicate": "program",
+    "RewriteError": "errors",
     "SAME_DEVICE": "program",
     "SolveError": "errors",
     "Split": "program",
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from jaxscaler.errors import InfeasibleError as InfeasibleError
     from jaxscaler.errors import JaxscalerError as JaxscalerError
     from jaxscaler.errors import PlanError as PlanError
+    from jaxscaler.errors import RewriteError as RewriteError
     from jaxscaler.errors import SolveError as SolveError
     from jaxscaler.errors import TraceError as TraceError
     from jaxscaler.grad import grad as grad

@@ -46,7 +46,7 @@ def compare(
         try:
             found = searched(mine, explained=False)
         except (ConstraintError, InfeasibleError) as error:
-            rows.append(Row(name, None, str(error).partition("\n")[0]))
+            rows.append(Row(name, None, _reason(error)))
             continue
         idle = [note for note in found.bound.report() if note.endswith("matches nothing")]
         if idle:
@@ -54,6 +54,12 @@ def compare(
         else:
             rows.append(Row(name, plan_of(mine, plan, found)))
     return sorted(rows, key=lambda r: float("inf") if r.plan is None else r.plan.predicted.seconds)
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error, with the next where that is a heading."""
+    first, _, rest = str(error).partition("\n")
+    return f"{first} {rest.partition(chr(10))[0].strip()}" if first.endswith(":") else first
 
 
 def comparison_table(rows: Sequence[Row]) -> Table:

@@ -30,6 +30,10 @@ class InfeasibleError(JaxscalerError):
     """No plan satisfies the memory limit and the constraints."""
 
 
+class OutOfTimeError(InfeasibleError):
+    """No plan was found in the time limit: there may be one."""
+
+
 class PlanError(JaxscalerError):
     """A plan does not belong to this step, cluster or version, or was not achieved."""
 

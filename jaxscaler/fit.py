@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from jaxscaler.errors import InfeasibleError
+from jaxscaler.errors import InfeasibleError, OutOfTimeError
 from jaxscaler.report import describe
 from jaxscaler.report.memory import device_memory
 from jaxscaler.report.show import size_text
@@ -27,7 +27,7 @@ def fitted(session: Session, found: Found, clock: Clock, say: Progress) -> Found
     Raises InfeasibleError, saying what would do, where even the plan of least memory does not fit.
     """
     limit = aim = session.limit
-    best = found.best
+    best, late = found.best, False
     for _ in range(ROUNDS):
         peak = _peak(session, best)
         if peak <= limit:
@@ -37,7 +37,8 @@ def fitted(session: Session, found: Found, clock: Clock, say: Progress) -> Found
         say("memory", f"{size_text(peak)} as compiled: again with {size_text(aim)}")
         try:
             found = replace(session, limit=aim, best=None).search(clock, say, explained=False)
-        except InfeasibleError:
+        except InfeasibleError as error:
+            late = isinstance(error, OutOfTimeError)
             break
         best = found.best
     else:
@@ -48,7 +49,7 @@ def fitted(session: Session, found: Found, clock: Clock, say: Progress) -> Found
         least = replace(best, choice=choice, seconds=describe.cost_of(best.priced, choice))
         return replace(found, best=least, status="feasible")
     need = min(need, _peak(session, best))
-    raise InfeasibleError(
+    raise (OutOfTimeError if late else InfeasibleError)(
         f"no plan fits {size_text(limit)} per device as the compiler lays it out: the least "
         f"found for a plan is {size_text(need)}, on mesh {best.priced.mesh}\n"
         "use more devices or larger ones, a smaller batch, or drop constraints"

@@ -12,6 +12,7 @@ from jaxscaler.program import (
     ALL,
     ANY,
     AT_LEAST_TWO,
+    NOWHERE,
     Number,
     Replicate,
     Split,
@@ -121,7 +122,29 @@ def three_d() -> Program:
     return [*two_d(), op_trans(values(role=STATE), Split(ANY), ALL)]
 
 
-# What changes the forward pass (co-shard, recomputation) has its rows here too.
+def recompute_all() -> Program:
+    """All activations of all layers are made again in the backward pass.
+
+    Needs a loss that `jaxscaler.value_and_grad` (or `grad`) marks. Chen et al., Training deep nets
+    with sublinear memory cost, 2016.
+    """
+    return [op_assign(values(role="activation"), NOWHERE)]
+
+
+def recompute_selective(scores: str = "*q*,*k*->*qk", weighted: str = "*qk,*k*->*q*") -> Program:
+    """Attention's scores and their softmax are made again; the search decides the rest.
+
+    `scores`, `weighted`: paths of the products that make the scores and that read their softmax, by
+    default as einsums name them. Needs a loss that `jaxscaler.value_and_grad` (or `grad`) marks.
+    Korthikanti et al., Reducing activation recomputation in large transformer models, 2022.
+    """
+    return [
+        op_assign(values(scores, role="activation"), NOWHERE),
+        op_assign(values(role="activation", to=ops(weighted, phase="forward")), NOWHERE),
+    ]
+
+
+# Those that change the forward pass need a marked loss.
 RECIPES: Mapping[str, Callable[[], Program]] = {
     "data_parallel": data_parallel,
     "zero_1": lambda: zero(1),
@@ -134,4 +157,6 @@ RECIPES: Mapping[str, Callable[[], Program]] = {
     "expert_parallel": expert_parallel,
     "two_d": two_d,
     "three_d": three_d,
+    "recompute_all": recompute_all,
+    "recompute_selective": recompute_selective,
 }

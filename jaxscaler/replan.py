@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxscaler.cost.memory import Rules
-from jaxscaler.errors import ConstraintError, InfeasibleError
+from jaxscaler.errors import ConstraintError, InfeasibleError, OutOfTimeError
 from jaxscaler.graph.build import build
 from jaxscaler.graph.fold import Folded, fold
 from jaxscaler.graph.ir import OpGraph
@@ -32,20 +32,25 @@ from jaxscaler.space.recompute import (
     recomputation,
 )
 from jaxscaler.space.segments import segmentations
-from jaxscaler.space.subjects import Subjects
+from jaxscaler.space.subjects import HANDS_ON, Subjects
 from jaxscaler.trace import Traced
 
 TOLERANCE = 0.02  # of the price that was searched, within which the changed step's must be
-ATTEMPTS = 4  # searches with less memory each, where the changed step needs more than was searched
-SHRINK = 0.88
+ATTEMPTS = 2  # searches with less memory each, where the changed step needs more than was searched
+SHRINK = 0.9
 SHARE = 0.2  # of the time limit, at least, for each way to cut into segments
 ENOUGH = 0.01  # above a bound without memory: other borders of segments are not worth a search
 WORK = 5.0  # about as many seconds, for a bound without memory
-FULL = 0.7  # of the memory: below, a plan is not looked at for what more memory would give
+FULL = 0.7  # of the memory: below, other meshes are not searched for what more would give
 UNLIMITED = 1e18  # bytes
+NEARLY = 0.9  # of the memory: from there on it may well be what decides
 HINT = (
     "with jaxscaler.value_and_grad (or grad) in place of jax's in the step, the planner may also "
     "recompute activations in the backward pass, which takes less memory"
+)
+LATE = (
+    "what the backward pass makes again was not searched to the end: give the search a longer "
+    "time_limit"
 )
 
 
@@ -96,31 +101,33 @@ def plan_with_recomputation(
         plain = search(traced, graph, rest, memory, time_limit)
     except InfeasibleError as cause:
         if not traced.losses:
-            raise InfeasibleError(f"{cause}\n{HINT}") from None
+            raise type(cause)(f"{cause}\n{HINT}") from None
         error = cause
     if not traced.losses:
         said = plain.plan.predicted
-        full = said.peak_bytes > FULL * said.limit_bytes
-        return _noted(plain, full and _binds_on_its_mesh(plain.plan.session.best))
+        return _noted(plain, said.peak_bytes > NEARLY * said.limit_bytes, HINT)
     if plain is not None and not lines and not _binds(plain):
         return plain
     found, start = None, time.perf_counter()
+    misses: list[InfeasibleError] = []
     for again, changed, its_graph in _spaces(traced, graph, lines, rules):
         say("recompute", f"{len(again.segments)} segments, {len(its_graph.ops)} ops")
         spent = time.perf_counter() - start
         share = min(time_limit, max(2 * time_limit - spent, SHARE * time_limit))
-        one = _attempts(search, traced, again, changed, its_graph, rest, memory, share)
-        if one is not None and (found is None or _cost(one[0]) < _cost(found[0])):
+        try:
+            one = _attempts(search, traced, again, changed, its_graph, rest, memory, share)
+        except InfeasibleError as cause:
+            misses.append(cause)
+            continue
+        if found is None or _cost(one[0]) < _cost(found[0]):
             found = one
-        if found is not None and _cost(found[0]) <= (1 + ENOUGH) * found[1]:
+        if _cost(found[0]) <= (1 + ENOUGH) * found[1]:
             break
     if found is None:
-        if error is not None or lines:
-            raise InfeasibleError(
-                f"{error or 'no plan does what the program says'}\n"
-                "recomputing all activations of all layers does not help"
-            )
-        return plain
+        if plain is None or lines:
+            raise _none(error, misses)
+        late = any(isinstance(cause, OutOfTimeError) for cause in misses)
+        return _noted(plain, late, LATE)
     planned = found[0]
     if plain is not None and not lines and _cost(plain) <= _cost(planned):
         return plain
@@ -132,11 +139,25 @@ def _cost(planned: Any) -> float:
     return planned.plan.predicted.seconds
 
 
-def _noted(planned: Any, gains: bool) -> Any:
-    """The planned step; where it would gain, with a word on what the drop-in adds."""
-    if not gains:
+def _noted(planned: Any, true: bool, note: str) -> Any:
+    """The planned step; with a note on its plan, where that is true."""
+    if not true:
         return planned
-    return replace(planned, plan=replace(planned.plan, notes=(*planned.plan.notes, HINT)))
+    return replace(planned, plan=replace(planned.plan, notes=(*planned.plan.notes, note)))
+
+
+def _none(error: InfeasibleError | None, misses: Sequence[InfeasibleError]) -> InfeasibleError:
+    """What to raise where neither the step as it is nor one that recomputes has a plan."""
+    text = str(error or "no plan does what the program says")
+    late = [cause for cause in (error, *misses) if isinstance(cause, OutOfTimeError)]
+    if late:
+        found: InfeasibleError = OutOfTimeError(f"{text}\n{LATE}")
+    elif misses:
+        found = InfeasibleError(f"{text}\nnor does one that recomputes: {misses[-1]}")
+    else:
+        found = InfeasibleError(f"{text}\nthere is no layer that could be recomputed")
+    found.session = next((e.session for e in (error, *misses) if e is not None and e.session), None)
+    return found
 
 
 # -- whether memory binds ----------------------------------------------------------------------
@@ -156,11 +177,13 @@ def _free(best: Best) -> int:
 
 
 def _binds(planned: Any) -> bool:
-    """The same on any mesh."""
-    session = planned.plan.session
+    """The same on any mesh; of a plan that leaves much of the memory, on its own mesh alone."""
+    session, said = planned.plan.session, planned.plan.predicted
     if _binds_on_its_mesh(session.best):
         return True
-    free = replace(session, limit=UNLIMITED, best=None).search(explained=False)
+    if said.peak_bytes <= FULL * said.limit_bytes:
+        return False  # or every step that fits would be searched twice
+    free = replace(session, limit=UNLIMITED).search(explained=False)
     return free.best.seconds < session.best.seconds * (1 - 1e-6)
 
 
@@ -184,22 +207,28 @@ def _spaces(traced: Traced, graph: OpGraph, lines: tuple[Line, ...], rules: Rule
 
 
 def _attempts(search, traced, again, changed, its_graph, program, memory, time_limit):
-    """(A plan of the step with what was searched for it, a bound without memory), or None."""
+    """(A plan of the step with what was searched for it, a bound without memory).
+
+    Raises InfeasibleError where there is none, OutOfTimeError where there may be.
+    """
+    error: InfeasibleError | None = None
     for attempt in range(ATTEMPTS):
         share = memory * SHRINK**attempt
         try:
             found, what = search(changed, its_graph, program, share, time_limit, again=again)
-        except InfeasibleError:
-            return None
+        except InfeasibleError as cause:
+            raise error or cause from None
         best = found.best
         changes = changes_of(what, best.priced, best.choice)
         step = traced.changed((*traced.changes, *changes))
         try:
             planned = search(step, build(step), program, memory, time_limit, mesh=best.priced.mesh)
-        except InfeasibleError:
+        except InfeasibleError as cause:
+            error = cause
             continue
         return _reported(planned, found, changes), _free(best) * best.priced.unit
-    return None
+    assert error is not None
+    raise error
 
 
 def _reported(planned: Any, found: Any, changes: tuple[Recompute, ...]) -> Any:
@@ -242,6 +271,10 @@ def _forced(lines: Sequence[Line], model: Model, found: Recomputation) -> dict[i
     for line in lines:
         assert isinstance(line.subject, Values)  # `op_assign` allows no other to go nowhere
         chosen = {v for _, _, v in subjects.value_spots(line.subject)}
+        if line.subject.to is not None:  # handed over as a cast of it: that is what may be kept
+            for op in model.graph.ops:
+                if model.graph.kinds[op.kind].primitive in HANDS_ON and op.inputs[0] in chosen:
+                    chosen.update(op.outputs)
         nodes = [n for n, pairs in found.kept.items() if any(p.first in chosen for p in pairs)]
         if not nodes:
             raise ConstraintError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from jaxscaler.cluster.cluster import Cluster
 from jaxscaler.cluster.devices import Device
 from jaxscaler.cluster.mesh import Mesh
-from jaxscaler.errors import ConstraintError, InfeasibleError
+from jaxscaler.errors import ConstraintError, InfeasibleError, OutOfTimeError
 from jaxscaler.report import describe
 from jaxscaler.report.memory import device_memory
 from jaxscaler.report.show import size_text
@@ -23,7 +24,7 @@ Progress = Callable[[str, str], None]  # (phase, detail)
 
 WIDE = 4 * 10**6  # costs of edges that presolve and search take within seconds
 LARGE, ENOUGH = 10**6, 0.001  # so near to the least is enough in a problem of so many costs
-HELD = 10**7  # costs of a problem that is kept until its turn; a larger one is priced again
+HELD = 4 * 10**7  # costs of a problem that is kept until its turn; a larger one is priced again
 CLOSE = 0.02  # what a plan on a wide problem may be better by without being searched for
 BRIEF, THOROUGH = (0.05, 0.1), (0.2, 2.5)  # work of bounding, at least and at most
 NARROW_WORK = 4.0  # of a search among the promising strategies of a wide problem
@@ -96,15 +97,29 @@ def search_meshes(
         variants = sorted(variants, key=lambda v: v.mesh != known.priced.mesh)
     search = _Search(model, cluster, variants, limit, time_limit, seed, clock, say, known)
     waiting = []
-    for n in range(len(variants)):
-        if search.late(n) or (tabled := search.tabulate(n)) is None:
-            continue
-        screened = search.screen(tabled)
+
+    def settle(n: int, tabled: Tabled, screening: Future[Screened]) -> None:
+        screened = screening.result()
+        clock.add("solve")
         if search.best is None:
             search.solve(n, tabled, screened, len(variants) - n)
         elif not search.left_alone(n, tabled, screened):
             held = tabled if len(tabled.shared.tables) <= HELD else None
             waiting.append((screened.bound * tabled.unit, n, held, screened))
+
+    with ThreadPoolExecutor(1) as beside:  # a problem is bounded while the next one is priced
+        ahead = None
+        for n in range(len(variants)):
+            if search.late(n) or (tabled := search.tabulate(n)) is None:
+                continue
+            if ahead is not None:
+                settle(*ahead)
+            ahead = n, tabled, beside.submit(search.screen, tabled)
+            if search.best is None:
+                settle(*ahead)
+                ahead = None
+        if ahead is not None:
+            settle(*ahead)
     waiting.sort(key=lambda item: item[:2])
     for i, (bound, n, held, screened) in enumerate(waiting):
         if search.bounded(n, bound) or search.late(n, bound):
@@ -181,7 +196,6 @@ class _Search:
             tabled.shared, upper=upper, goal=goal, work=work[0], most=work[1], prices=self.prices
         )
         self.prices = screened.prices
-        self.clock.add("solve")
         return screened
 
     def left_alone(self, n: int, tabled: Tabled, screened: Screened) -> bool:
@@ -264,7 +278,7 @@ class _Search:
             if len(self.clashes) == count:
                 raise self.clashes[0]
             if len(self.misfits) + len(self.clashes) < count:
-                raise InfeasibleError(
+                raise OutOfTimeError(
                     f"no plan was found in {self.time_limit:g} s: give the search a longer "
                     "time_limit, or constraints that leave less to search"
                 )

@@ -1,5 +1,6 @@
 """The memory model: a heap's packing, one device's graph, live ranges, and what a plan predicts."""
 
+import collections
 import functools
 import itertools
 
@@ -9,12 +10,15 @@ import pytest
 
 import jaxscaler as js
 from jaxscaler import recipes
+from jaxscaler.cost.deep import Deep
 from jaxscaler.cost.heap import heap_size, live_bytes
 from jaxscaler.cost.memory import RULES, buffers, rules_for
 from jaxscaler.cost.schedule import GATHER, REDUCTION
 from jaxscaler.graph.build import build
+from jaxscaler.graph.fold import fold
 from jaxscaler.graph.ir import BACKWARD, UPDATE
-from jaxscaler.lower.device import device_graph
+from jaxscaler.graph.shorten import shortened, shortest, stacks
+from jaxscaler.lower.device import device_graph, device_short
 from jaxscaler.planner import plan_step
 from jaxscaler.report.memory import graph_memory, padded
 from jaxscaler.trace import trace
@@ -197,6 +201,84 @@ class TestSchedule:
         place = _Ranges(graph, GPU).place
         moved = {op.phase for op in graph.ops if place[op.id] > op.id}
         assert moved <= {BACKWARD, UPDATE} and BACKWARD in moved
+
+
+LLAMA = dict(kv_heads=2, ffn=128, scan=False)
+DEEP = {
+    "gpt 12, zero": ("gpt", "zero", dict(layers=12)),
+    "gpt 24, data, remat": ("gpt", "data", dict(layers=24, remat=True)),
+    "llama 12, data": ("llama", "data", dict(layers=12, **LLAMA)),
+    "llama 24, zero, remat": ("llama", "zero", dict(layers=24, remat=True, **LLAMA)),
+}
+
+
+class TestDepth:
+    """Memory of a deep step from a short one, against the same rules on the whole."""
+
+    @pytest.mark.parametrize("name", DEEP)
+    def test_a_short_step_tells_the_memory_of_the_whole(self, name):
+        model, recipe, options = DEEP[name]
+        plan = planned(model, recipe, **options)
+        short = shortest(plan.graph, plan.folded)
+        assert short is not None and len(short.graph.ops) < 0.5 * len(plan.graph.ops)
+        part = device_short(short, plan.space, plan.plan.axes, plan.rows)
+        whole = local(plan)
+        for rules in (GPU, GPU._replace(late=False), TPU):
+            want = graph_memory(whole, rules, ROOM)
+            got = graph_memory(part.graph, rules, ROOM, Deep(part))
+            assert got.peak == pytest.approx(want.peak, rel=0.005)
+            assert sum(n for _, n in got.by_role) == pytest.approx(got.peak)
+            held, holds = dict(want.by_role), dict(got.by_role)
+            assert holds["parameter"] == pytest.approx(held["parameter"])
+            for role in held | holds:
+                assert holds.get(role, 0) == pytest.approx(held.get(role, 0), abs=0.01 * want.peak)
+
+    def test_what_is_left_is_a_model_with_fewer_layers(self):
+        deep, shallow = (planned("gpt", layers=n) for n in (12, 6))
+        (stack,) = stacks(deep.graph, deep.folded)
+        short = shortened(deep.graph, deep.folded, stack, 6)
+        short.graph.verify()
+
+        def kinds(graph):  # scalars: the norm of all gradients is summed in one go
+            return collections.Counter(
+                (k.primitive, k.operand_shapes, k.result_shapes, op.phase)
+                for op in graph.ops
+                for k in (graph.kinds[op.kind],)
+                if any(map(np.prod, k.result_shapes))
+            )
+
+        assert kinds(short.graph) == kinds(shallow.graph)
+        assert len(short.graph.state) == len(shallow.graph.state)
+
+    def test_what_each_layer_has_outside_of_the_stack_counts_for_all(self):
+        """Parameters that are cast before the first layer lie in memory for every layer."""
+
+        def step(ws, x):
+            ws = [w.astype(jnp.bfloat16) for w in ws]
+            kept = []
+            for w in ws:
+                kept.append(x)
+                x = jnp.tanh(jnp.sin(x) @ w) + x
+                x = jnp.exp(jnp.cos(x) @ w) * x
+            for w, y in zip(ws[::-1], kept[::-1]):
+                x = jnp.exp(jnp.tanh(x @ w) * y) @ w + y
+                x = jnp.cos(jnp.sin(x) @ w) - x
+            return x
+
+        half = jnp.zeros((4, 64), jnp.bfloat16)
+        graph = graph_of(step, [jnp.zeros((64, 64))] * 16, half)
+        folded = fold(graph)
+        short = shortest(graph, folded)
+        assert short is not None and len(short.graph.ops) < len(graph.ops) / 2
+        for rules in (GPU, TPU):
+            want = graph_memory(graph, rules, ROOM).peak
+            got = graph_memory(short.graph, rules, ROOM, Deep(short)).peak
+            assert got == pytest.approx(want, rel=0.005)
+
+    def test_shallow_and_scanned_stacks_stay_whole(self):
+        for options in (dict(layers=2), dict(layers=12, kv_heads=2, ffn=128, scan=True)):
+            plan = planned("llama" if "scan" in options else "gpt", **options)
+            assert shortest(plan.graph, plan.folded) is None
 
 
 class TestPrediction:

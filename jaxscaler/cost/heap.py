@@ -5,18 +5,23 @@ from __future__ import annotations
 import numpy as np
 
 
-def heap_size(size: np.ndarray, lo: np.ndarray, hi: np.ndarray) -> float:
+def heap_size(size: np.ndarray, lo: np.ndarray, hi: np.ndarray, enough: float = 0.0) -> float:
     """Bytes of a heap for buffers of `size` bytes, each live from moment `lo` to `hi` inclusive.
 
     As XLA's GlobalDecreasingSizeBestFitHeap: buffers in the order of their bytes, and once more in
     that of their time; each goes into the smallest hole among those it lives beside, or on top. The
-    better of the two orders counts. Never less than the bytes that are live at once.
+    better of the two orders counts; the second is not tried where the first takes no more than
+    `enough`. Never less than the bytes that are live at once.
     """
     if len(size) == 0:
         return 0.0
     longest = hi - lo
     orders = (np.lexsort((-longest, -size)), np.lexsort((-size, -longest)))
-    return min(_pack(size[order], lo[order], hi[order]) for order in orders)
+    least = np.inf
+    for order in orders:
+        if least > enough:
+            least = min(least, _pack(size[order], lo[order], hi[order]))
+    return float(least)
 
 
 def _pack(size: np.ndarray, lo: np.ndarray, hi: np.ndarray) -> float:

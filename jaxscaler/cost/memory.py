@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxscaler.cost.deep import Deep
 from jaxscaler.cost.schedule import Schedule, schedule
 from jaxscaler.graph.fold import Folded
 from jaxscaler.graph.ir import CARRY, JOIN, SLICE, STACK, Loop, OpGraph
@@ -102,9 +103,9 @@ def live_buffers(graph: OpGraph, folded: Folded, rules: Rules = RULES["NVIDIA"])
     return Lives(values[seen], first[seen], last[seen], kept, share[seen])
 
 
-def buffers(graph: OpGraph, rules: Rules) -> Buffers:
-    """All buffers of a graph but its arguments, and when they live."""
-    return _Ranges(graph, rules).run()
+def buffers(graph: OpGraph, rules: Rules, deep: Deep | None = None) -> Buffers:
+    """All buffers of a graph but its arguments, and when they live; with `deep` of the whole."""
+    return _Ranges(graph, rules, deep).run()
 
 
 def _maximal(lo: np.ndarray, hi: np.ndarray) -> np.ndarray:
@@ -118,8 +119,8 @@ def _maximal(lo: np.ndarray, hi: np.ndarray) -> np.ndarray:
 class _Ranges:
     """Per value: first op, last op, whether it has a buffer; then what departs from that."""
 
-    def __init__(self, graph: OpGraph, rules: Rules):
-        self.graph, self.rules = graph, rules
+    def __init__(self, graph: OpGraph, rules: Rules, deep: Deep | None = None):
+        self.graph, self.rules, self.deep = graph, rules, deep
         kinds = graph.kinds
         self.primitive = [kind.primitive for kind in kinds]
         self.fusable = ["fusable" in k.traits or k.primitive == SLICE for k in kinds]
@@ -132,10 +133,12 @@ class _Ranges:
         ]
         self.maker = graph.makers[:, 0].tolist()
         self.enclosing = enclosing(graph)
+        *in_order, self.after = range(len(graph.ops) + 1) if deep is None else deep.base.tolist()
         if rules.late:
-            self.place, self.kept = schedule(graph, self.fusable, self.heavy, self.enclosing)
+            found = schedule(graph, self.fusable, self.heavy, self.enclosing, deep)
         else:
-            self.place, self.kept = Schedule(list(range(len(graph.ops))), frozenset())
+            found = Schedule(in_order, frozenset(), {})
+        self.place, self.kept, self.waits = found
         self.start = np.maximum(graph.makers[:, 0], 0).tolist()
         self.end = [0] * len(graph.values)
         self.has = bytearray(len(graph.values))
@@ -151,8 +154,9 @@ class _Ranges:
         found = [(v, 1.0, self.start[v], self.end[v]) for v in np.flatnonzero(self.has).tolist()]
         found = [b for b in (*self.extra, *found) if b[3] >= b[2]]
         value, share, lo, hi = zip(*found) if found else ((), (), (), ())
-        return Buffers(np.array(value, np.int64), np.array(share, float), np.array(lo, np.int64),
-                       np.array(hi, np.int64))  # fmt: skip
+        arrays = (np.array(value, np.int64), np.array(share, float), np.array(lo, np.int64),
+                  np.array(hi, np.int64))  # fmt: skip
+        return Buffers(*(self.deep.buffers(*arrays, self.waits) if self.deep else arrays))
 
     def costly_values(self) -> bytearray:
         """Whether a fused value's chain back to buffers has an op that products do not compute."""
@@ -184,7 +188,7 @@ class _Ranges:
         for v in graph.outputs:
             if v >= 0 and v not in donated:
                 needed[v] = 1
-                end[v] = len(graph.ops)
+                end[v] = self.after
         for op in reversed(graph.ops):
             k, name = op.kind, self.primitive[op.kind]
             results = [v for v in op.outputs if v >= 0]

@@ -9,26 +9,33 @@ ZeRO-3, all in the last layer with tensor parallelism.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
-from jaxscaler.graph.ir import BACKWARD, SLICE, UPDATE, Loop, OpGraph
+import numpy as np
+
+from jaxscaler.cost.deep import Deep
+from jaxscaler.graph.ir import BACKWARD, SLICE, UPDATE, Loop, Op, OpGraph
 
 # Ops of the graph that one device runs (lower/device.py): a layout change with, without traffic.
 GATHER, REDUCTION, CUT = "all_gather", "reduction", "cut"
 SMALL = 1 << 17  # elements of a collective that hides nothing
 # Products that run beside a gather of state, beside another collective.
 BESIDE_STATE, BESIDE = 2, 4
-LOOKS = 64  # fused values that are looked through
 
 
 class Schedule(NamedTuple):
-    """`place[op]`: the op id at which it runs; `kept`: what late reductions read, stored early."""
+    """`place[op]`: the op id at which it runs; `kept`: what late reductions read, stored early.
+
+    Of a deep step `place` is a moment (`cost/deep.py`), and `late` the time at which a late op
+    runs, by its time in program order.
+    """
 
     place: list[int]
     kept: frozenset[int]
+    late: dict[int, int]
 
 
 def schedule(
@@ -36,22 +43,28 @@ def schedule(
     fusable: Sequence[bool],
     heavy: Sequence[bool],
     enclosing: Sequence[tuple[Loop, ...]],
+    deep: Deep | None = None,
 ) -> Schedule:
     """When each op of a device's graph runs. `fusable`, `heavy`: by kind."""
-    return _Scheduler(graph, fusable, heavy, enclosing).run()
+    return _Scheduler(graph, fusable, heavy, enclosing, deep).run()
 
 
 class _Scheduler:
-    def __init__(self, graph, fusable, heavy, enclosing):
+    def __init__(self, graph, fusable, heavy, enclosing, deep):
         self.graph, self.fusable, self.heavy, self.enclosing = graph, fusable, heavy, enclosing
         self.primitive = [kind.primitive for kind in graph.kinds]
         self.maker = graph.makers[:, 0].tolist()
-        self.place = list(range(len(graph.ops)))
+        self.deep = deep
+        self.base = list(range(len(graph.ops) + 1)) if deep is None else deep.base.tolist()
+        self.place = self.base[:-1]
+        self.late: dict[int, int] = {}
         self.kept: set[int] = set()
 
     def run(self) -> Schedule:
-        self.products()
-        self.producers()
+        kinds = {self.primitive[op.kind] for op in self.graph.ops}
+        if kinds & {GATHER, REDUCTION}:  # else there is nothing to hide: all runs in program order
+            self.products()
+            self.producers()
         for op in self.graph.ops:
             for v in op.inputs:
                 if v >= 0 and 0 <= self.maker[v] < op.id:
@@ -59,16 +72,16 @@ class _Scheduler:
         for loop in self.graph.loops:
             for i in range(loop.first, loop.last + 1):
                 self.place[i] = min(self.place[i], loop.last)
-        return Schedule(self.place, frozenset(self.kept))
+        return Schedule(self.place, frozenset(self.kept), self.late)
 
     def products(self) -> None:
         """Place products, and reductions, of the backward pass that lead to no other product."""
-        graph, place, feeds = self.graph, self.place, self.feeds()
+        graph, feeds, awaited = self.graph, self.feeds(), self.awaited()
         convolves = "conv_general_dilated" in self.primitive  # its norms' sums are not late
-        beside: dict[Loop | None, list[int]] = defaultdict(list)  # where late products may run
+        beside: dict[Loop | None, deque[int]] = defaultdict(deque)  # where late products may run
         last: dict[Loop | None, int] = {}  # where the backward pass, or a loop, ends
-        merged, alike, late = False, set[int](), 0
-        for op in reversed(graph.ops):
+        merged, alike, late = False, set[tuple[int, int]](), 0
+        for op, layer, at in self.backwards():
             if op.phase == UPDATE:
                 continue
             loops = self.enclosing[op.id]
@@ -78,7 +91,7 @@ class _Scheduler:
                 last[loop] = loop.last
                 last.setdefault(None, loops[0].last + 1)
             elif on:
-                last.setdefault(None, op.id)
+                last.setdefault(None, at)
             if self.heavy[op.kind] and on:
                 merged = False
             if op.phase != BACKWARD:
@@ -88,32 +101,57 @@ class _Scheduler:
                 outside = loop is None and graph.loops and name != GATHER  # of the loops
                 if large and not merged and not outside:
                     room = BESIDE_STATE if self.of_state(op.inputs[0]) else BESIDE
-                    beside[loop].extend([op.id] * room)
+                    beside[loop].extend([at] * room)
                     merged = True  # neighbours run as one
             elif self.heavy[op.kind] and not on:
-                if alike.isdisjoint(op.inputs):  # products of one operand run as one
+                operands = {(v, layer) for v in op.inputs}
+                if alike.isdisjoint(operands):  # products of one operand run as one
                     free = beside[loop]
-                    alike, late = set(op.inputs), free.pop(0) if free else last.get(loop, op.id)
-                place[op.id] = max(late, op.id)
+                    alike, late = operands, free.popleft() if free else last.get(loop, at)
+                self.wait(op.id, at, late)
             elif name.startswith("reduce_") and not on and not convolves:
-                place[op.id] = max(late, op.id)
-                if place[op.id] > op.id and not self.awaits(op.inputs[0]):
+                self.wait(op.id, at, late)
+                if late > at and not awaited[op.inputs[0]]:
                     self.kept.add(op.inputs[0])
+
+    def wait(self, o: int, at: int, until: int) -> None:
+        if self.deep is None:
+            self.place[o] = max(at, until)
+        elif until > at:
+            self.place[o] = self.deep.late(o)
+            self.late[at] = until
+
+    def backwards(self) -> Iterator[tuple[Op, int, int]]:
+        """(op, layer, time) in reverse order; of a deep step only what `products` looks at."""
+        if self.deep is None:
+            yield from ((op, 0, op.id) for op in reversed(self.graph.ops))
+            return
+        names = self.primitive
+        plain = [not h and n not in (GATHER, REDUCTION) and not n.startswith("reduce_")
+                 for h, n in zip(self.heavy, names)]  # fmt: skip
+        found = [op.id for op in self.graph.ops if op.phase != UPDATE and not plain[op.kind]]
+        ops = np.array(sorted({*found, max(self.deep.cut - 1, 0)}), np.int64)
+        index, layer = self.deep.copies(ops)
+        ops = ops[index]
+        time = self.deep.time(ops, layer, self.deep.layered(ops))
+        for k in np.argsort(-time).tolist():
+            yield self.graph.ops[ops[k]], int(layer[k]), int(time[k])
 
     def producers(self) -> None:
         """What only late ops read is computed when they run."""
         graph, place = self.graph, self.place
-        soonest = [len(graph.ops)] * len(graph.values)
+        end, base = self.base[-1], self.base
+        soonest = [end] * len(graph.values)
         early = bytearray(len(graph.values))  # read by an op that is not late
         for op in reversed(graph.ops):
             made = [v for v in op.outputs if v >= 0]
-            waits = op.phase == BACKWARD and self.fusable[op.kind] and place[op.id] == op.id
+            waits = op.phase == BACKWARD and self.fusable[op.kind] and place[op.id] == base[op.id]
             if waits and made and not any(early[v] or v in self.kept for v in made):
-                place[op.id] = min(min(soonest[v] for v in made), len(graph.ops) - 1)
+                place[op.id] = min(min(soonest[v] for v in made), base[-2])
             for v in op.inputs:
                 if v >= 0:
                     soonest[v] = min(soonest[v], place[op.id])
-                    early[v] |= place[op.id] == op.id
+                    early[v] |= place[op.id] == base[op.id]
 
     def feeds(self) -> bytearray:
         """Whether a value leads to a product of the forward or backward pass."""
@@ -137,17 +175,13 @@ class _Scheduler:
             v = op.inputs[0]
         return True
 
-    def awaits(self, v: int) -> bool:
-        """Whether a fused value is computed from what a collective brings."""
-        left, seen = [v], set[int]()
-        while left and len(seen) < LOOKS:
-            v = left.pop()
-            if self.maker[v] < 0 or v in seen:
-                continue
-            seen.add(v)
-            op = self.graph.ops[self.maker[v]]
-            if self.primitive[op.kind] in (GATHER, REDUCTION):
-                return True
-            if self.fusable[op.kind]:
-                left.extend(u for u in op.inputs if u >= 0)
-        return False
+    def awaited(self) -> bytearray:
+        """Whether a value is computed, by fused ops alone, from what a collective brings."""
+        found = bytearray(len(self.graph.values))
+        for op in self.graph.ops:
+            brings = self.primitive[op.kind] in (GATHER, REDUCTION)
+            if brings or (self.fusable[op.kind] and any(found[v] for v in op.inputs if v >= 0)):
+                for v in op.outputs:
+                    if v >= 0:
+                        found[v] = 1
+        return found

@@ -25,6 +25,7 @@ from jaxscaler.graph.ir import (
     Rule,
     Value,
 )
+from jaxscaler.graph.shorten import Gap, Short
 from jaxscaler.lower.emit import _Emitter
 from jaxscaler.lower.layouts import Spec
 from jaxscaler.space.nodes import Space
@@ -38,6 +39,24 @@ def device_graph(graph: OpGraph, folded: Folded, space: Space, axes, rows) -> Op
     which all readers that want the layout share. Kinds keep their global shapes and rules.
     """
     return _Localizer(graph, folded, space, axes, rows).run()
+
+
+def device_short(short: Short, space: Space, axes, rows) -> Short:
+    """As `device_graph` of a graph with layers left out; the gaps lie where they lie there."""
+    localizer = _Localizer(short.graph, short.folded, space, axes, rows)
+    graph = localizer.run()
+    first = [*localizer.first, len(graph.ops)]
+    gaps = tuple(
+        Gap(
+            first[g.at],
+            first[g.at] - first[g.at - g.period]
+            if g.forward
+            else first[g.at + g.period] - first[g.at],
+            g.forward, first[g.first], first[g.last],
+        )
+        for g in short.gaps
+    )  # fmt: skip
+    return short._replace(graph=graph, gaps=gaps)
 
 
 class _Localizer:
@@ -73,7 +92,7 @@ class _Localizer:
         operands = [tuple(self.operand(op, n) for n in range(len(op.inputs))) for op in graph.ops]
         outputs = self.outputs(at_rest)
         ops: list[Op] = []
-        first: list[int] = []  # by op: the first of the ops put before it
+        first = self.first = []  # by op: the first of the ops put before it
         new: list[int] = []
         for op in graph.ops:
             first.append(len(ops))

@@ -49,8 +49,11 @@ NO_HOLES: Mapping[str, int] = {}
 UNPLANNED_ALGOS = {Cast: "values keep their dtype", Kernel: "ops keep their implementation"}
 UNPLANNED_PLACES = {
     SAME_DEVICE: "ops are not cut into parts that run one after another",
-    HOST: "values are kept in the memory of the device",
-    NOWHERE: "values are kept until they were last read",
+    HOST: "values are kept in the memory of the device; say NOWHERE to have them made again",
+    NOWHERE: (
+        "values are kept until they were last read, unless the step itself is planned with this "
+        "line, its loss marked by jaxscaler.value_and_grad"
+    ),
 }
 
 
