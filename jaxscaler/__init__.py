@@ -26,6 +26,7 @@ _MODULE = {
     "JaxscalerError": "errors",
     "Kernel": "program",
     "NOWHERE": "program",
+    "OutOfTimeError": "errors",
     "ParallelStep": "api",
     "Plan": "plan",
     "PlanError": "errors",
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from jaxscaler.errors import ConstraintError as ConstraintError
     from jaxscaler.errors import InfeasibleError as InfeasibleError
     from jaxscaler.errors import JaxscalerError as JaxscalerError
+    from jaxscaler.errors import OutOfTimeError as OutOfTimeError
     from jaxscaler.errors import PlanError as PlanError
     from jaxscaler.errors import RewriteError as RewriteError
     from jaxscaler.errors import SolveError as SolveError

@@ -155,7 +155,9 @@ def plan_step(
         raise ConstraintError(
             f"memory={memory!r}: the share of a device's memory, above 0 and at most 1"
         )
-    warm()  # or the first search's time limit would pay for loading compiled functions
+    if not warm.cache_info().currsize:
+        say("solver", "compiled functions are loaded, or made once per installation, in a minute")
+    warm()  # or the first search's time limit would pay for that
     clock = Clock()
     if traced.changes:  # by an earlier plan
         traced = traced.changed(())
