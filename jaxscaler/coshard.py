@@ -17,7 +17,7 @@ from jaxscaler.errors import InfeasibleError, RewriteError
 from jaxscaler.graph.build import build
 from jaxscaler.graph.fold import fold
 from jaxscaler.graph.ir import BATCH, FORWARD, OpGraph
-from jaxscaler.replan import _binds
+from jaxscaler.replan import binds
 from jaxscaler.rewrite.accumulate import batch_division
 from jaxscaler.rewrite.candidates import candidates
 from jaxscaler.rewrite.changes import Accumulate, Change
@@ -53,7 +53,7 @@ def plan_with_loops(
         return replace(taken, plan=replace(taken.plan, changes=taken.traced.changes))
     best, error = _planned(search, traced, graph, time_limit)
     if not (loops and traced.losses) or (
-        best is not None and not best.plan.changes and not _binds(best)
+        best is not None and not best.plan.changes and not binds(best)
     ):
         if error is not None:
             raise error

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxscaler.cluster.mesh import Mesh
 from jaxscaler.errors import ConstraintError, InfeasibleError, PlanError
+from jaxscaler.fit import fitted
 from jaxscaler.holes import Hole, Relation
 from jaxscaler.plan import Plan, Search
 from jaxscaler.program import Line, Split, Statement, holes_of
@@ -288,8 +289,6 @@ class WhatIf:
 
 def searched(session: Session, explained: bool = True) -> Found:
     """What a session finds, fitted into memory as the planner does it."""
-    from jaxscaler.fit import fitted  # which searches by sessions itself
-
     clock, say = Clock(), lambda phase, detail: None
     return fitted(session, session.search(clock, say, explained), clock, say)
 

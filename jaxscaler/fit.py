@@ -8,6 +8,7 @@ changes, late products and holes of the heap come on top.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,7 +17,9 @@ from jaxscaler.report import describe
 from jaxscaler.report.memory import device_memory
 from jaxscaler.report.show import size_text
 from jaxscaler.search import Best, Clock, Progress, leanest
-from jaxscaler.why import Found, Session
+
+if TYPE_CHECKING:
+    from jaxscaler.why import Found, Session
 
 ROUNDS = 4  # searches with less memory each
 

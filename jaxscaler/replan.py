@@ -106,7 +106,7 @@ def plan_with_recomputation(
     if not traced.losses:
         said = plain.plan.predicted
         return _noted(plain, said.peak_bytes > NEARLY * said.limit_bytes, HINT)
-    if plain is not None and not lines and not _binds(plain):
+    if plain is not None and not lines and not binds(plain):
         return plain
     found, start = None, time.perf_counter()
     misses: list[InfeasibleError] = []
@@ -176,7 +176,7 @@ def _free(best: Best) -> int:
     return solve(replace(best.priced.problem, usage_limit=None), work_limit=WORK).bound
 
 
-def _binds(planned: Any) -> bool:
+def binds(planned: Any) -> bool:
     """The same on any mesh; of a plan that leaves much of the memory, on its own mesh alone."""
     session, said = planned.plan.session, planned.plan.predicted
     if _binds_on_its_mesh(session.best):

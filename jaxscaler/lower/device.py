@@ -26,7 +26,7 @@ from jaxscaler.graph.ir import (
     Value,
 )
 from jaxscaler.graph.shorten import Gap, Short
-from jaxscaler.lower.emit import _Emitter
+from jaxscaler.lower.emit import Emitter
 from jaxscaler.lower.layouts import Spec
 from jaxscaler.space.nodes import Space
 
@@ -63,7 +63,7 @@ class _Localizer:
     def __init__(self, graph: OpGraph, folded: Folded, space: Space, axes, rows):
         self.graph = graph
         self.sizes = dict(axes)
-        self.emitter = _Emitter(graph, folded, space, axes, rows)
+        self.emitter = Emitter(graph, folded, space, axes, rows)
         self.emitter.state_inputs = {graph.inputs[i] for i, _ in graph.state}
         self.values: list[Value] = []
         self.loop_of: list[Loop | None] = [None] * len(graph.ops)

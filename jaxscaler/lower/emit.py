@@ -29,7 +29,7 @@ def emit(
     rows: tuple[np.ndarray, ...],
 ) -> Layouts:
     """Specs of a whole step. `rows[i]` is node i's strategy (one row of `strategies`)."""
-    return _Emitter(graph, folded, space, axes, rows).run()
+    return Emitter(graph, folded, space, axes, rows).run()
 
 
 def rows_of(
@@ -64,7 +64,9 @@ def _gathers(spec: Spec, wanted: Spec) -> bool:
     return any(not set(cut) <= set(then) for cut, then in zip(spec, wanted))
 
 
-class _Emitter:
+class Emitter:
+    """Layouts of a plan's values and operands, as specs over the axes of its mesh."""
+
     def __init__(self, graph, folded, space, axes, rows):
         self.graph, self.folded, self.space, self.rows = graph, folded, space, rows
         self.names = tuple(name for name, _ in axes)
