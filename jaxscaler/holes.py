@@ -21,11 +21,8 @@ from jaxscaler.errors import ConstraintError
 class _Sum:
     """What `Hole` and `Linear` have in common: arithmetic and comparison."""
 
-    def _linear(self) -> Linear:
-        raise NotImplementedError
-
     def __add__(self, other: Any) -> Linear:
-        a, b = self._linear(), _linear(other)
+        a, b = _linear(self), _linear(other)
         terms = dict(a.terms)
         for name, n in b.terms:
             terms[name] = terms.get(name, 0) + n
@@ -38,7 +35,7 @@ class _Sum:
             raise ConstraintError(
                 f"{self} * {n!r}: relations of holes are linear, in whole numbers"
             )
-        a = self._linear()
+        a = _linear(self)
         return Linear(tuple((h, m * n) for h, m in a.terms if n), a.constant * n)
 
     __rmul__ = __mul__
@@ -53,15 +50,15 @@ class _Sum:
         return _linear(other) + self * -1
 
     def __le__(self, other: Any) -> Relation:
-        return Relation(self._linear(), "<=", _linear(other), _caller())
+        return Relation(_linear(self), "<=", _linear(other), _caller())
 
     def __ge__(self, other: Any) -> Relation:
-        return Relation(self._linear(), ">=", _linear(other), _caller())
+        return Relation(_linear(self), ">=", _linear(other), _caller())
 
     def __eq__(self, other: Any) -> Any:
         if not isinstance(other, Hole | Linear | int) or isinstance(other, bool):
             return NotImplemented
-        return Relation(self._linear(), "==", _linear(other), _caller())
+        return Relation(_linear(self), "==", _linear(other), _caller())
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,9 +68,6 @@ class Hole(_Sum):
     name: str
     low: int
     high: int
-
-    def _linear(self) -> Linear:
-        return Linear(((self, 1),), 0)
 
     def __hash__(self) -> int:
         return hash((self.name, self.low, self.high))
@@ -90,9 +84,6 @@ class Linear(_Sum):
 
     terms: tuple[tuple[Hole, int], ...]
     constant: int = 0
-
-    def _linear(self) -> Linear:
-        return self
 
     def __hash__(self) -> int:
         return hash((self.terms, self.constant))
@@ -171,8 +162,10 @@ def hole(name: str, low: int, high: int) -> Hole:
 
 
 def _linear(x: Any) -> Linear:
-    if isinstance(x, Hole | Linear):
-        return x._linear()
+    if isinstance(x, Linear):
+        return x
+    if isinstance(x, Hole):
+        return Linear(((x, 1),), 0)
     if isinstance(x, int) and not isinstance(x, bool):
         return Linear((), x)
     raise ConstraintError(f"{x!r} is no hole and no whole number")

@@ -66,7 +66,7 @@ def merge(kernel: Kernel) -> tuple[Kernel, Way]:
     by_row, by_column, partner = _functional(
         kernel.node_ptr, nodes, kernel.edge_ptr, kernel.edge_costs
     )
-    parent, link = _forest(kernel.num_nodes, kernel.sizes, nodes, by_row, by_column)
+    parent, link = _forest(kernel.num_nodes, nodes, by_row, by_column)
     root, depth = _roots(parent)
     sizes = kernel.sizes[root]
     map_ptr = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
@@ -150,7 +150,7 @@ def _functional(node_ptr, nodes, edge_ptr, costs):
 
 
 @njit(cache=True)
-def _forest(num, sizes, nodes, by_row, by_column):
+def _forest(num, nodes, by_row, by_column):
     """parent[i]: the node that determines i (itself: none); link[i]: the edge that says so."""
     parent, link = np.arange(num), np.full(num, -1, np.int64)
     top = np.arange(num)  # path-halving shortcut to the root
