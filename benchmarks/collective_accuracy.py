@@ -1,8 +1,9 @@
 """Bytes of a plan's collectives against those in the HLO that the target's compiler makes.
 
-Each cell is a model under a plan for 8 H100s, compiled with the real GPU compiler (no GPU is
-needed; `pip install 'jaxscaler[gpu]'`; `--quick`: small float32 steps under the plans that the CPU
-compiler, which reassociates nothing, keeps as they are). The plan's prediction, Shardy's audit and
+Each cell is a model under a plan for 8 H100s, or one of those for 8 v5e of `memory_accuracy.py`,
+compiled with the target's real compiler (no such device is needed; `pip install
+'jaxscaler[gpu,tpu]'`; `--quick`: small float32 steps under the plans that the CPU compiler, which
+reassociates nothing, keeps as they are). The plan's prediction, Shardy's audit and
 the compiled HLO are all in normal form, and stand in this order in the columns of kinds. `off` is
 the sum over kinds of the difference of predicted and compiled bytes, as a share of the compiled
 bytes; `audit_off` the same of Shardy's audit. The bar: `off` is at most 5 % on 90 % of the cells.
@@ -20,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import memory_accuracy
 from _harness import Bar, Row, at_least, main
 
 from jaxscaler import planner, recipes
@@ -27,6 +29,7 @@ from jaxscaler.cluster import Cluster
 from jaxscaler.errors import InfeasibleError
 from jaxscaler.plan import Traffic
 from jaxscaler.trace import trace
+from jaxscaler.verify import worker
 from jaxscaler.verify.audit import audit
 from jaxscaler.verify.normal_form import COLLECTIVES, Collective
 from jaxscaler.verify.targets import target_of
@@ -34,7 +37,7 @@ from jaxscaler.verify.worker import compile_for
 
 _LLAMA = {"layers": 2, "hidden": 1024, "heads": 16, "kv_heads": 8, "ffn": 4096, "vocab": 8192}
 _ATTENTION = {"context": 512, "batch": 32, "seq": 512}
-CLUSTER = "h100:8"
+CLUSTER, TPU = "h100:8", "v5e"  # libtpu can not print programs for v5p
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt": ("gpt", {"size": "small", "layers": 2, "padded_vocab": 50304, **_ATTENTION}),
     "llama": ("llama", {**_LLAMA, **_ATTENTION, "scan": False}),
@@ -72,23 +75,32 @@ def off(found: Counter[str], compiled: Counter[str]) -> float:
 
 
 def measure(quick: bool) -> Iterator[Row]:
-    cluster = Cluster.parse("cpu:8" if quick else CLUSTER)
+    name = "cpu:8" if quick else CLUSTER
+    cluster = Cluster.parse(name)
     models = QUICK if quick else MODELS
     if quick:  # LLVM's optimisations come after what is measured
         os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
     for model, (module, options) in models.items():
         workload = importlib.import_module(f"models.{module}").workload(**options)
         traced = trace(workload.step, workload.state, workload.batch)
-        for name in QUICK_PLANS if quick else PLANS:
-            if row := _cell(traced, cluster, PLANS[name]()):
-                yield {"model": model, "plan": name, **row}
+        for plan in QUICK_PLANS if quick else PLANS:
+            try:
+                planned = planner.plan_step(
+                    traced, cluster, constraints=PLANS[plan](), time_limit=30
+                )
+            except InfeasibleError:
+                continue  # as the recipe of a model that has nothing of the kind
+            yield {"target": name, "model": model, "plan": plan, **_cell(planned, cluster)}
+    worker.ENTRIES = max(worker.ENTRIES, memory_accuracy.ENTRIES)
+    for model, plan, again, target in () if quick else memory_accuracy.cells(False):
+        if target == TPU:
+            cluster = Cluster.parse(memory_accuracy.TARGETS[target])
+            planned = memory_accuracy.planned_step(model, plan, again, target)
+            model += ", recomputed" * again
+            yield {"target": target, "model": model, "plan": plan, **_cell(planned, cluster)}
 
 
-def _cell(traced: Any, cluster: Cluster, program: list) -> Row | None:
-    try:
-        planned = planner.plan_step(traced, cluster, constraints=program, time_limit=30)
-    except InfeasibleError:
-        return None  # as the recipe of a model that has nothing of the kind
+def _cell(planned: Any, cluster: Cluster) -> Row:
     plan = planned.plan
     lowered = planned.lower(target_of(cluster).platform)
     with warnings.catch_warnings():

@@ -70,7 +70,8 @@ def run_case(name: str, module: str, options: dict, samples: int, cluster: str) 
     from jaxscaler.solve import solve, warm
     from jaxscaler.space.build import build_space
     from jaxscaler.space.constraints import Constraints
-    from jaxscaler.space.problem import model, price
+    from jaxscaler.space.price import price
+    from jaxscaler.space.problem import model
     from jaxscaler.trace import trace
 
     warm()

@@ -19,6 +19,7 @@ _MODULE = {
     "Cast": "program",
     "Cluster": "cluster.cluster",
     "ClusterError": "errors",
+    "ConfigError": "errors",
     "ConstraintError": "errors",
     "HBM": "program",
     "HOST": "program",
@@ -30,14 +31,17 @@ _MODULE = {
     "ParallelStep": "api",
     "Plan": "plan",
     "PlanError": "errors",
+    "Profile": "cluster.profile",
     "Replicate": "program",
     "RewriteError": "errors",
     "SAME_DEVICE": "program",
+    "ScheduleError": "errors",
     "SolveError": "errors",
     "Split": "program",
     "Stage": "program",
     "TraceError": "errors",
     "dump_program": "program_text",
+    "estimate": "estimate.estimate",
     "forbid": "program",
     "grad": "grad",
     "hole": "holes",
@@ -60,15 +64,19 @@ if TYPE_CHECKING:
     from jaxscaler.api import parallelize as parallelize
     from jaxscaler.api import plan as plan
     from jaxscaler.cluster.cluster import Cluster as Cluster
+    from jaxscaler.cluster.profile import Profile as Profile
     from jaxscaler.errors import ClusterError as ClusterError
+    from jaxscaler.errors import ConfigError as ConfigError
     from jaxscaler.errors import ConstraintError as ConstraintError
     from jaxscaler.errors import InfeasibleError as InfeasibleError
     from jaxscaler.errors import JaxscalerError as JaxscalerError
     from jaxscaler.errors import OutOfTimeError as OutOfTimeError
     from jaxscaler.errors import PlanError as PlanError
     from jaxscaler.errors import RewriteError as RewriteError
+    from jaxscaler.errors import ScheduleError as ScheduleError
     from jaxscaler.errors import SolveError as SolveError
     from jaxscaler.errors import TraceError as TraceError
+    from jaxscaler.estimate.estimate import estimate as estimate
     from jaxscaler.grad import grad as grad
     from jaxscaler.grad import value_and_grad as value_and_grad
     from jaxscaler.graph.registry import register_rule as register_rule

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend import core as jex
 
 # --- jaxprs inside equations ------------------------------------------------------------------
@@ -349,6 +350,8 @@ def on_shards(eqn, mesh, in_specs, out_specs):
     """
 
     def part(*args):  # not in the equation's context: its mesh has no manual axes
+        if eqn.primitive.name == SHIFT:
+            return [_shift_on_part(eqn, spec_dims(in_specs[0]), *args)]
         own = _pallas_on_part(eqn, args)
         made = own.primitive.bind(*args, **own.primitive.get_bind_params(own.params))
         return list(made) if own.primitive.multiple_results else [made]
@@ -654,3 +657,135 @@ def custom_jvp_rule(eqn, zeros: tuple[bool, ...]):
     """
     jaxpr, consts, out_zeros = eqn.params["jvp_jaxpr_fun"].call_wrapped(*zeros)
     return jex.ClosedJaxpr(jaxpr, tuple(consts)), tuple(out_zeros)
+
+
+# --- dead code --------------------------------------------------------------------------------
+
+
+def without_dead_code(closed):
+    """`closed` without the equations that no result or effect needs, in bodies too, as XLA leaves
+    them out; differentiation makes some. Arguments and results stay."""
+    from jax.interpreters import partial_eval as pe
+
+    jaxpr, _ = pe.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+    return closed.replace(jaxpr=jaxpr)
+
+
+# --- the backward pass ------------------------------------------------------------------------
+
+
+def is_made_again(eqn) -> bool:
+    """Whether an equation is the backward pass of a `jax.checkpoint`, its forward pass within."""
+    return eqn.primitive.name in REMAT and bool(eqn.params.get("differentiated"))
+
+
+def is_transposed(eqn) -> bool:
+    """Whether an equation came from transposition: it is of a backward pass."""
+    return "transpose(" in str(eqn.source_info.name_stack)
+
+
+def barrier_eqn(operands, like):
+    """An equation that hands on variables once all are computed; where and when `like` stands."""
+    made = [fresh_var(v) for v in operands]
+    return _barrier_template().replace(
+        invars=list(operands), outvars=made, source_info=like.source_info, ctx=like.ctx
+    )
+
+
+def on_host(var) -> bool:
+    """Whether a variable lies in the memory of the host."""
+    return getattr(var.aval, "memory_space", None) == jax.memory.Space.Host
+
+
+@functools.lru_cache(maxsize=1)
+def _barrier_template():
+    """A barrier, traced by JAX."""
+    return jax.make_jaxpr(jax.lax.optimization_barrier)(0.0).jaxpr.eqns[-1]
+
+
+# --- a ring of devices ------------------------------------------------------------------------
+
+
+SHIFT = "ring_shift"
+
+
+def new_shift_primitive():
+    """A primitive of one array: each element of dim `dim` goes to the next place (`by` 1) or the
+    one before (-1), around the end.
+
+    Linear. Compiled as it is, it is two slices put together; on parts, `on_shards`.
+    """
+    from jax.interpreters import ad, batching, mlir  # rules have no other public home
+
+    primitive = jex.Primitive(SHIFT)
+
+    def run(x, *, dim, by):
+        return jax.numpy.roll(x, by, dim)
+
+    @primitive.def_impl
+    def _(x, **params):
+        return jax.jit(functools.partial(run, **params))(x)
+
+    @primitive.def_abstract_eval
+    def _(x, *, dim, by):
+        return jax.core.ShapedArray(x.shape, x.dtype)
+
+    def transpose(ct, x, *, dim, by):
+        return [ct if type(ct) is ad.Zero else primitive.bind(ct, dim=dim, by=-by)]
+
+    def batch(args, dims, *, dim, by):
+        (x,), (at,) = args, dims
+        return primitive.bind(x, dim=dim + (at <= dim), by=by), at
+
+    ad.deflinear2(primitive, transpose)
+    batching.primitive_batchers[primitive] = batch
+    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=False))
+    return primitive
+
+
+def _shift_on_part(eqn, spec, x):
+    """A shift on one device's block: every device along the axes hands its edge to the next."""
+    dim, by = eqn.params["dim"], eqn.params["by"]
+    axes = spec[dim] if dim < len(spec) else ()
+    local, size = x.shape[dim], eqn.invars[0].aval.shape[dim]
+    forward = by > 0
+    edge = local - 1 if forward else 0
+    moved = jax.lax.slice_in_dim(x, edge, edge + 1, axis=dim)
+    if count := size // local - 1:
+        step = 1 if forward else -1
+        ring = [(i, (i + step) % (count + 1)) for i in range(count + 1)]
+        moved = jax.lax.ppermute(moved, axes, ring)
+    rest = jax.lax.slice_in_dim(x, 0 if forward else 1, local - 1 if forward else local, axis=dim)
+    return jax.lax.concatenate([moved, rest] if forward else [rest, moved], dim)
+
+
+def rebuilt_scan(eqn, body, consts, carries, slices, results):
+    """The `scan` equation with another closed body, on other operands; as many iterations."""
+    inputs = [*consts, *carries, *slices]
+    params = {
+        **eqn.params,
+        SUBJAXPR_PARAMS["scan"][0]: body,
+        "num_consts": len(consts),
+        "num_carry": len(carries),
+        "linear": (False,) * len(inputs),
+    }
+    effects = body.jaxpr.effects
+    return eqn.replace(invars=inputs, outvars=list(results), params=params, effects=effects)
+
+
+def zeros_eqn(var):
+    """An equation that makes `var`, which is no scalar, of zeros."""
+    aval = var.aval
+    made = jax.make_jaxpr(lambda: jax.lax.full(aval.shape, 0, aval.dtype))()
+    (eqn,) = made.jaxpr.eqns
+    return eqn.replace(outvars=[var])
+
+
+def zero(aval):
+    """A literal 0 of a scalar type."""
+    return jex.Literal(np.zeros((), aval.dtype), aval)
+
+
+def with_constants(closed, variables, values):
+    """A closed jaxpr whose free variables are bound to arrays."""
+    return jex.ClosedJaxpr(closed.jaxpr.replace(constvars=list(variables)), list(values))

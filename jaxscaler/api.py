@@ -10,12 +10,14 @@ from typing import Any
 from jaxscaler import planner
 from jaxscaler.cache import find_cache
 from jaxscaler.cluster.cluster import Cluster
-from jaxscaler.parallel import ParallelStep, as_cluster, author_of, nnx_for, traced_step
+from jaxscaler.cluster.profile import Profile
+from jaxscaler.given import as_cluster, author_of, nnx_for, traced_step
+from jaxscaler.parallel import ParallelStep
+from jaxscaler.pipelined import PipelinedStep
 from jaxscaler.plan import Plan
 from jaxscaler.program import Statement
 from jaxscaler.trace import refuse_other_devices
-from jaxscaler.verify.loop import until_it_fits
-from jaxscaler.verify.report import verified
+from jaxscaler.verify.loop import plan_verified
 
 
 def plan(
@@ -31,7 +33,9 @@ def plan(
     cache: bool | str | Path = True,
     mesh: Any = None,
     specs: Mapping[str, Any] = {},
-    verify: bool = False,
+    verify: bool | int | str = False,
+    profile: Profile | str | Path | None = None,
+    loops: bool = True,
     **kwargs: Any,
 ) -> Plan:
     """Plan a train step for a cluster; no device of it needs to be present.
@@ -48,31 +52,35 @@ def plan(
     plan's axes have its names, and sharding constraints in the step, which speak of them, are kept.
     `specs`: where arguments lie at rest, {glob of paths: `PartitionSpec` on that mesh}. `verify`:
     compile the planned step with the cluster's own compiler, and plan again, with what was learned
-    of its temporaries, until it fits; see docs/verify.md.
+    of its temporaries, until it fits; a number: of meshes whose best plans are compiled, of which
+    the fastest by the compiler's word is taken; "present": compile for the devices present. See
+    docs/verify.md. `profile`: what `jaxscaler calibrate` measured on such devices, or the path of
+    it: prices are made of that (docs/calibrate.md).
+    `loops`: whether to look, where memory decides and a loss is marked, for parts of it that run
+    as loops (co-shards, gradient accumulation); those that constraints ask for are taken anyway.
     """
-    author, cluster = author_of(mesh, specs), as_cluster(cluster)
+    author, cluster = author_of(mesh, specs), as_cluster(cluster, profile=profile)
     nnx = nnx_for(step, (args, kwargs))
     if nnx:
         args, kwargs, _ = nnx.take_call(step, args, kwargs)
         step = nnx.functional(step)
     traced = traced_step(step, args, kwargs, roles, mesh, cluster.device)
     refuse_other_devices(traced.jaxpr, cluster.num_devices)
+    author = nnx.with_own_words(author, traced) if nnx else author
     search = functools.partial(
         planner.plan_step,
         traced,
         cluster,
-        author=nnx.with_own_words(author, traced) if nnx else author,
-        constraints=constraints,
         time_limit=time_limit,
         seed=seed,
         progress=progress,
         cache=find_cache(cache),
+        loops=loops,
     )
     if not verify:
-        return search(memory=memory).plan
-    return until_it_fits(
-        search, cluster, memory, functools.partial(verified, progress=progress)
-    ).plan
+        return search(author=author, constraints=constraints, memory=memory).plan
+    lines = planner.listed(constraints)
+    return plan_verified(search, cluster, memory, verify, lines, author, progress).plan
 
 
 def with_step(plan: Plan, step: Callable, *args: Any, mesh: Any = None, **kwargs: Any) -> Plan:
@@ -96,16 +104,19 @@ def parallelize(step: Callable | None = None, /, **options: Any) -> Any:
     have gone through `jax.jit` or `nnx.jit`, whose static and donated arguments then count.
 
     Options: `cluster` (None: the devices that JAX sees), `constraints`, `memory`, `time_limit`,
-    `seed`, `progress`, `roles`, `cache` as in `plan`; `devices`: those to run on (default: all);
-    `plan`: a `Plan`, or the path of a saved one, to be followed instead of searched; `donate`:
-    indices of arguments that give up their buffers (default: those that the step gives back, as a
-    train step its state; `donate=()` for a step whose arguments are used again); `follow`: a
-    planned step, or a `Plan`, whose state this step takes too: it lies as it does there, and the
-    rest is searched; `mesh` and `specs` as in `plan`: a mesh and layouts to be kept as they are.
+    `seed`, `progress`, `roles`, `cache`, `profile`, `loops` as in `plan`; `devices`: to run on
+    (default: all); `plan`: a `Plan`, or the path of a saved one, to be followed instead of
+    searched; `donate`: indices of arguments that give up their buffers (default: those that the
+    step gives back, as a train step its state; `donate=()` for a step whose arguments are used
+    again); `follow`: a planned step, or a `Plan`, whose state this step takes too: it lies as it
+    does there, and the rest is searched; `mesh` and `specs` as in `plan`: a mesh and layouts to
+    be kept as they are; `verify` as in `plan`.
 
     Once planned, a step may be called with batches of other shapes: it is planned for each, with
     the state where it is. See docs/state.md.
+
+    With `micro_batches` the step is a pipeline: its options are those of `PipelinedStep` then
+    (`schedule`, `stages`, `submeshes` ...; docs/pipelines.md).
     """
-    if step is None:
-        return functools.partial(ParallelStep, **options)
-    return ParallelStep(step, **options)
+    kind: Callable = PipelinedStep if "micro_batches" in options else ParallelStep
+    return functools.partial(kind, **options) if step is None else kind(step, **options)

@@ -1,4 +1,4 @@
-"""The command line: `jaxscaler plan | compare | verify | show | solve`.
+"""The command line: `jaxscaler plan | compare | verify | calibrate | estimate | show | solve`.
 
 Results go to stdout, progress and errors to stderr. Exit status: 0 done; 2 bad usage or input; 3 no
 plan or choice is feasible; 1 any other error.
@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import difflib
-import importlib
-import inspect
 import json
 import os
 import sys
@@ -20,37 +17,40 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-import jax
 from rich.console import Console
 from rich.text import Text
 
 import jaxscaler
-from jaxscaler import planner
+from jaxscaler import calibrate, planner
 from jaxscaler.api import plan as plan_step
 from jaxscaler.api import with_step
-from jaxscaler.cluster.cluster import Cluster
 from jaxscaler.compare import as_data, compare, comparison_table
-from jaxscaler.errors import ClusterError, InfeasibleError, JaxscalerError, PlanError, SolveError
+from jaxscaler.errors import (
+    ClusterError,
+    ConfigError,
+    InfeasibleError,
+    JaxscalerError,
+    PlanError,
+    SolveError,
+)
+from jaxscaler.estimate import command as estimate
 from jaxscaler.plan import Plan
 from jaxscaler.program import Statement
 from jaxscaler.program_text import dump_program, read_program
 from jaxscaler.recipes import RECIPES
 from jaxscaler.solve import Solution, StrategyProblem, solve
 from jaxscaler.solve.iopddl import read_problem, write_problem
+from jaxscaler.target import Report, UsageError, cluster_of, traceable
 from jaxscaler.verify.worker import TIMEOUT
 
 DONE, FAILED, BAD_INPUT, INFEASIBLE, INTERRUPTED = 0, 1, 2, 3, 130
 WORDS = {"true": True, "false": False, "none": None}
-Report = Callable[[str, str], None]  # (phase, detail)
-
-
-class UsageError(Exception):
-    """What was typed, or a file that it names, can not be used."""
 
 
 STATUS: dict[type[Exception], int] = {  # by class; any other JaxscalerError is FAILED
     UsageError: BAD_INPUT,
     ClusterError: BAD_INPUT,
+    ConfigError: BAD_INPUT,
     PlanError: BAD_INPUT,
     SolveError: BAD_INPUT,
     InfeasibleError: INFEASIBLE,
@@ -103,6 +103,10 @@ def _parser() -> argparse.ArgumentParser:
         "--verify", action="store_true",
         help="compile with the cluster's compiler, and plan again until the step fits",
     )  # fmt: skip
+    command.add_argument(
+        "--best-of", type=_positive_int, default=False, metavar="N",
+        help="the same with the best plans of N meshes: the fastest by the compiler's word",
+    )  # fmt: skip
     _add_search(command, planner.TIME_LIMIT)
 
     command = commands.add_parser(
@@ -123,6 +127,10 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     command.add_argument("--json", action="store_true", help="print the result as JSON")
     command.add_argument("--quiet", action="store_true", help="no progress")
+
+    calibrate.add_command(commands, _progress)
+
+    estimate.add_command(commands, _progress, cluster_of, traceable, _setting)
 
     command = commands.add_parser("compare", help="well-known plans beside the searched one")
     command.set_defaults(run=_compare)
@@ -170,8 +178,15 @@ def _add_target(command: argparse.ArgumentParser) -> None:
         help="of lines of the language as YAML; may be given again",
     )  # fmt: skip
     command.add_argument(
+        "--profile", type=Path, metavar="FILE", help="what `calibrate` measured on such devices"
+    )
+    command.add_argument(
         "--memory", type=_share, default=planner.MEMORY, metavar="SHARE",
         help="of a device's memory that may be filled (default: %(default)s)",
+    )  # fmt: skip
+    command.add_argument(
+        "--loops", action=argparse.BooleanOptionalAction, default=True,
+        help="look for loops over parts of a marked loss where memory decides",
     )  # fmt: skip
 
 
@@ -233,7 +248,7 @@ def _plan(args: argparse.Namespace) -> int:
             _check_writable(path)
     recipes = [line for name in args.recipe for line in RECIPES[name]()]
     with _progress(args.quiet) as report:
-        found = _searched(args, recipes, report, verify=args.verify)
+        found = _searched(args, recipes, report, verify=args.best_of or args.verify)
     if args.export_problem is not None:
         problem = found.session.best.priced.problem
         _write(args.export_problem, lambda path: write_problem(problem, path))
@@ -257,9 +272,9 @@ def _compare(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     plan = Plan.load(args.file)
-    cluster = None if args.compiled_for is None else _cluster(args.compiled_for)
+    cluster = None if args.compiled_for is None else cluster_of(args.compiled_for)
     with _progress(args.quiet) as report:
-        work, batch = _traceable(args, report)
+        work, batch = traceable(args, report)
         plan = with_step(plan, work.step, work.state, *batch)
         if args.audit:
             audit = plan.audit()
@@ -276,26 +291,14 @@ def _searched(
     args: argparse.Namespace, lines: Sequence[Statement], report: Report, **options: Any
 ) -> Plan:
     """The plan of the target, under the constraints that are named and `lines`."""
-    cluster = _cluster(args.cluster)
+    cluster = cluster_of(args.cluster)
     written = [line for path in args.constraints for line in read_program(path)]
-    work, batch = _traceable(args, report)
+    work, batch = traceable(args, report)
     return plan_step(
         work.step, work.state, *batch,
-        cluster=cluster, constraints=[*written, *lines], memory=args.memory,
-        time_limit=args.time_limit, seed=args.seed, progress=report, **options,
+        cluster=cluster, profile=args.profile, constraints=[*written, *lines], memory=args.memory,
+        time_limit=args.time_limit, seed=args.seed, progress=report, loops=args.loops, **options,
     )  # fmt: skip
-
-
-def _traceable(args: argparse.Namespace, report: Report) -> tuple[Any, tuple]:
-    """(the workload that is named, its batch as arguments of the step)."""
-    if not os.environ.get("JAX_PLATFORMS"):
-        # Only abstract values are planned with: leave the accelerators of this host alone.
-        jax.config.update("jax_platforms", "cpu")
-    given = {key: getattr(args, key) for key in ("size", "batch", "seq")}
-    settings = [*((k, v) for k, v in given.items() if v is not None), *args.settings]
-    report("trace", args.target)
-    work = _workload(args.target, settings)
-    return work, work.batch if isinstance(work.batch, tuple) else (work.batch,)
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -352,72 +355,6 @@ def _print_plan(found: Plan, as_json: bool) -> None:
         print(json.dumps(found.to_dict(), indent=1))
     else:
         found.show()
-
-
-# -- clusters and targets --------------------------------------------------------------------------
-
-
-def _cluster(text: str) -> Cluster:
-    if not text.endswith(".toml"):
-        return Cluster.parse(text)
-    try:
-        return Cluster.load(text)
-    except OSError as error:
-        raise UsageError(f"{text}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{text}: not text: {error}") from error
-
-
-def _workload(target: str, settings: Sequence[tuple[str, Any]]) -> Any:
-    """Call the target. UsageError if there is none, or it does not take these settings."""
-    function = _function(target)
-    given = dict(settings)
-    if len(given) < len(settings):
-        names = [key for key, _ in settings]
-        twice = next(key for key in names if names.count(key) > 1)
-        raise UsageError(f"{twice} is given more than once")
-    parameters = inspect.signature(function).parameters
-    kinds = {p.kind for p in parameters.values()}
-    unknown = sorted(given.keys() - parameters.keys())
-    if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
-        raise UsageError(
-            f"{target} takes no {', '.join(unknown)}; it takes {', '.join(parameters) or 'nothing'}"
-        )
-    try:
-        inspect.signature(function).bind(**given)
-    except TypeError as error:
-        raise UsageError(f"{target}: {error}; give it with --set NAME=VALUE") from None
-    try:
-        work = function(**given)
-    except ValueError as error:
-        raise UsageError(f"{target}: {error}") from error
-    lacking = [name for name in ("step", "state", "batch") if not hasattr(work, name)]
-    if lacking:
-        raise UsageError(
-            f"{target} returned a {type(work).__name__} without {', '.join(lacking)}; "
-            "a workload has step, state and batch"
-        )
-    return work
-
-
-def _function(target: str) -> Callable[..., Any]:
-    module_name, colon, name = target.partition(":")
-    if not colon or not module_name or not name:
-        raise UsageError(f"{target!r} is not of the form MODULE:FUNCTION")
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.insert(0, here)  # as `python -m` does
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise UsageError(f"can not import {module_name}: {error}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        functions = [n for n, f in vars(module).items() if inspect.isfunction(f) and n[0] != "_"]
-        close = difflib.get_close_matches(name, functions, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(functions)}"
-        raise UsageError(f"{module_name} has no function {name!r}; {hint}")
-    return function
 
 
 # -- files and progress ----------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from jaxscaler.explain import plan_of, searched
 from jaxscaler.plan import Plan
 from jaxscaler.program import Statement
 from jaxscaler.report.show import mesh_text, size_text, time_text
+from jaxscaler.space.constraints import changes_step
 from jaxscaler.why import Session
 
 SEARCHED = "searched"
@@ -42,18 +43,25 @@ def compare(
     rows = [Row(SEARCHED, plan)]
     for name, program in programs.items():
         progress("compare", name)
-        mine = replace(session, program=(*session.program, *program))
         try:
-            found = searched(mine, explained=False)
+            best = _best(session, plan, program)
         except (ConstraintError, InfeasibleError) as error:
             rows.append(Row(name, None, _reason(error)))
             continue
-        idle = [note for note in found.bound.report() if note.endswith("matches nothing")]
+        idle = [note for note in best.notes if note.endswith("matches nothing")]
         if idle:
             rows.append(Row(name, None, idle[0].removeprefix("constraint ")))
         else:
-            rows.append(Row(name, plan_of(mine, plan, found)))
+            rows.append(Row(name, best))
     return sorted(rows, key=lambda r: float("inf") if r.plan is None else r.plan.predicted.seconds)
+
+
+def _best(session: Session, plan: Plan, program: Sequence[Statement]) -> Plan:
+    """The best plan with a program more: of the step as it was written, if that changes it."""
+    if session.again is not None and any(map(changes_step, program)):
+        return session.again(program)
+    mine = replace(session, program=(*session.program, *program))
+    return plan_of(mine, plan, searched(mine, explained=False))
 
 
 def _reason(error: Exception) -> str:

@@ -1,121 +1,363 @@
 """Planning with loops over parts, where memory binds: co-shards and gradient accumulation.
 
-A loop's work, buffers and collectives are priced as all else is: the step is traced anew with it
-and planned. So the search is an outer one, over few programs: candidates by what they could save,
-each in more and more parts while that helps, what helped being kept.
+Loops are chosen by what they would do to the priced plan (`space/loops.py`), on the mesh of the
+best plan, with recomputation and layouts searched beside them: first those that hold most of what
+is in the rows of memory that cost something. A loop that touches no such row can not help, and is
+not looked at. Only what is chosen is traced, and then has its true price.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 from jaxscaler import _compat
+from jaxscaler.asked import Asked, loop_lines, taken
+from jaxscaler.cluster.cluster import Cluster
+from jaxscaler.cluster.mesh import Mesh
+from jaxscaler.cost.memory import Rules
 from jaxscaler.errors import InfeasibleError, RewriteError
 from jaxscaler.graph.build import build
 from jaxscaler.graph.fold import fold
-from jaxscaler.graph.ir import BATCH, FORWARD, OpGraph
-from jaxscaler.replan import binds
-from jaxscaler.rewrite.accumulate import batch_division
-from jaxscaler.rewrite.candidates import candidates
-from jaxscaler.rewrite.changes import Accumulate, Change
+from jaxscaler.graph.ir import OpGraph
+from jaxscaler.loop_estimate import BETTER, Estimate, View, estimated, hopeless, peak, ways_of
+from jaxscaler.loops import Option, Pick, batch_of, clash, options, smaller, tries
+from jaxscaler.program import HOST, NOWHERE, Line, Statement
+from jaxscaler.replan import binds, space_of
+from jaxscaler.rewrite.changes import (
+    Accumulate,
+    Change,
+    CoShard,
+    Fission,
+    Recompute,
+    Segment,
+    around,
+    overlap,
+)
+from jaxscaler.space.loops import held_bytes
+from jaxscaler.space.recompute import changes_of
 from jaxscaler.space.segments import segmentations
+from jaxscaler.space.subjects import Subjects
 from jaxscaler.trace import Traced
+from jaxscaler.why import Session
 
-PARTS = (2, 4, 8, 16)
-TRIES = 12  # programs
-BETTER = 0.995  # of the best plan's seconds, which a loop must reach to be kept
-# (group of segments, what, changes by parts and lanes, size of the factor: 1 if it is refused)
-Option = tuple[str, str, Callable[[int, int], tuple[Change, ...]], int]
+MOST = 8  # loops in one plan
+LOOKS = 3  # of the options, the most promising first, that are priced for each
+TRIES = 3  # sets of loops that are traced, but for the first with a share of the memory
+SHRINK = 0.8
+CUTS = 3  # of a scan, that are tried
+SAME = 1.002  # of the seconds: fewer parts, or segments, that cost so much more are as good
 
 
 def plan_with_loops(
     search: Callable[[Traced, OpGraph, float], Any],
+    ask: Callable[..., Any],
     traced: Traced,
     graph: OpGraph,
+    program: Sequence[Statement],
     loops: bool | Sequence[Change],
-    devices: int,
+    cluster: Cluster,
+    memory: float,
     time_limit: float,
+    rules: Rules,
     say: Callable[[str, str], None],
 ) -> Any:
     """The planned step (`planner.Planned`), with loops over parts where that is cheaper.
 
-    `search(traced, graph, seconds)` plans a step with the changes that it has. Its plan is the
-    answer where no loss is marked, or memory costs nothing. `loops`: whether to look for any, or
-    those to take. All programs beside the first share `time_limit` seconds. Raises InfeasibleError
-    if no program that was tried fits. The plan's notes say what was tried, and what it came to.
+    `search(traced, graph, seconds)` plans a step with the changes that it has, recomputation
+    searched. Its plan is the answer where no loss is marked, or memory costs nothing.
+    `ask(traced, graph, program, memory, seconds, again=, mesh=, ask=)` plans it as it is, or hands
+    its session to `ask`. `program`: all lines; those that speak of loops ask for one, or forbid it.
+    `loops`: whether to look for any, or those to take. Raises InfeasibleError if no program that
+    was tried fits, ConstraintError for lines that no loop carries out. The plan's notes say what
+    was tried.
     """
     if not isinstance(loops, bool):
         step = traced.changed(loops)
-        taken = search(step, build(step), time_limit)
-        return replace(taken, plan=replace(taken.plan, changes=taken.traced.changes))
-    best, error = _planned(search, traced, graph, time_limit)
-    if not (loops and traced.losses) or (
-        best is not None and not best.plan.changes and not binds(best)
-    ):
-        if error is not None:
-            raise error
-        return best
-    end = time.perf_counter() + time_limit
-    kept: dict[str, tuple[str, tuple[Change, ...]]] = {}  # group of segments -> label, changes
-    tried: list[str] = []
-    for group, what, changes_in, size in _options(traced, graph):
-        if size == 1:
-            tried.append(what)
-        more = kept
-        worse: set[int] = set()  # numbers of lanes, of which more parts make no better plan
-        for parts, lanes in _numbers(size, devices):
-            if lanes in worse:
-                continue
-            left = end - time.perf_counter()
-            if len(tried) >= TRIES or left < 0:
-                tried.append("no more were tried")
-                return _answer(best, error, kept, tried)
-            label = f"{what}, {parts} parts" + (f" in {lanes} lanes" if lanes > 1 else "")
-            say("loops", label)
-            more = {**kept, group: (label, changes_in(parts, lanes))}
-            step = traced.changed([c for _, some in more.values() for c in some])
-            found, _ = _planned(search, step, build(step), left / (TRIES - len(tried)))
-            tried.append(f"{label}: {_seconds(found)}")
-            if found is not None:
-                if best is not None and _cost(found) > BETTER * _cost(best):
-                    worse.add(lanes)
+        found = search(step, build(step), time_limit)
+        return replace(found, plan=replace(found.plan, changes=found.traced.changes))
+    lines, rest = loop_lines(program)
+    if not traced.losses or not (loops or lines):
+        return search(traced, graph, time_limit)
+    asked, wanted, best, error = None, None, None, None
+    if lines:
+        asked = ask(traced, graph, (), memory, time_limit, ask=partial(_bound, lines, traced))
+        wanted = asked.wanted()
+    if wanted:
+        best = taken(search, traced, wanted, cluster.num_devices, time_limit)
+        traced = traced.changed(_loops(best.traced.changes))
+        graph = build(traced)
+    more = _Search(search, ask, traced, graph, rest, asked, memory, time_limit, rules, say)
+    room = cluster.num_devices * cluster.device.hbm_bytes * memory
+    if best is None and not (loops and peak(graph, rules) > room and hopeless(more.view)):
+        try:
+            best = search(traced, graph, time_limit)
+        except InfeasibleError as cause:
+            if not loops:
+                raise
+            error = cause
+    if loops and (best is None or best.plan.changes or binds(best)):
+        more.best, more.error = best, error
+        best = more.run()
+    assert best is not None
+    if lines:
+        said = tuple(str(line) for line in program)
+        best = replace(best, plan=replace(best.plan, constraints=said))
+    return best
+
+
+def _bound(lines: Sequence[Line], traced: Traced, session: Session, _: Any) -> Asked:
+    model = session.model
+    batch = {n: batch_of(model.graph, n, jaxpr) for n, jaxpr in enumerate(traced.losses)}
+    return Asked(lines, Subjects(model.graph, model.folded, model.space), traced.losses, batch)
+
+
+def _loops(changes: Sequence[Change]) -> tuple[Change, ...]:
+    return tuple(change for change in changes if not isinstance(change, Recompute))
+
+
+@dataclass
+class _Search:
+    search: Callable
+    ask: Callable
+    traced: Traced
+    graph: OpGraph
+    program: tuple[Statement, ...]
+    asked: Asked | None
+    memory: float
+    time_limit: float
+    rules: Rules
+    say: Callable[[str, str], None]
+    best: Any = None
+    error: InfeasibleError | None = None
+    tried: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.places = tuple(
+            x for x in self.program if isinstance(x, Line) and x.place in (NOWHERE, HOST)
+        )
+        self.program = tuple(x for x in self.program if x not in self.places)
+
+    def run(self) -> Any:
+        found = [x for x in options(self.traced, self.graph, self.cover, self.tried)
+                 if not self.left_out(x)]  # fmt: skip
+        kept: tuple[Pick, ...] = ()
+        if found:
+            view = self.view
+            for mesh in self.meshes(view):
+                picks, priced = self.picked(view, mesh, found)
+                if picks:
+                    kept = self.traced_best(view, mesh, picks, priced)
+                if self.best is not None:
+                    break
+        if self.best is not None:
+            self.split_scans()
+        return self.answer(kept)
+
+    def left_out(self, option: Option) -> bool:
+        """Whether a line forbids an option, or loops that are asked for leave it no room."""
+        keys = {key for cuts in option.cuts for key in cuts}
+        if self.asked is not None and self.asked.forbids(not option.again, keys):
+            return True
+        taken = self.traced.changes
+        if not option.again:
+            return any(isinstance(change, Accumulate) for change in taken)
+        spans = [change.segment for change in taken if isinstance(change, CoShard)]
+        return any(overlap(a, b) for a in option.segments for b in spans)
+
+    @cached_property
+    def cover(self) -> tuple[Segment, ...]:
+        """Disjoint segments: the coarsest segmentation, and what finer ones have beside it."""
+        loops = [c.segment for c in self.traced.changes if isinstance(c, CoShard)]
+        cover: list[Segment] = []
+        for segments in segmentations(self.graph, fold(self.graph), loops):
+            pieces = (piece for s in segments for piece in around(s, loops))
+            cover += [s for s in pieces if not any(overlap(s, other) for other in cover)]
+        return tuple(sorted(cover))
+
+    @cached_property
+    def view(self) -> View:
+        """The space in which loops are priced."""
+        step, graph, again = self.traced, self.graph, None
+        if self.cover:
+            again, step, graph = space_of(self.traced, self.cover, self.places, self.rules)
+        self.say("loops", f"{len(self.cover)} segments, {len(graph.ops)} ops")
+        return self.ask(
+            step, graph, self.program, self.memory, self.time_limit, again=again,
+            ask=lambda session, _: View(session, again),
+        )  # fmt: skip
+
+    def meshes(self, view: View) -> tuple[Mesh, ...]:
+        """That of the best plan; where there is none, all, coarse ones first."""
+        if self.best is not None:
+            return (self.best.plan.session.best.priced.mesh,)
+        return view.session.meshes
+
+    # -- before anything is traced -----------------------------------------------------------------
+
+    def picked(
+        self, view: View, mesh: Mesh, found: Sequence[Option]
+    ) -> tuple[tuple[Pick, ...], Estimate]:
+        """The loops that help on a mesh, as it is estimated, and the plan with them."""
+        picks: tuple[Pick, ...] = ()
+        now = estimated(view, mesh, ())
+        while len(picks) < MOST:
+            scored = []
+            for n, option in enumerate(found):
+                if any(clash(p.option, option) for p in picks):
+                    continue
+                pick = Pick(option, option.most)
+                worth = held_bytes(view.model, view.reach(pick), now.price)
+                if worth > 0:
+                    scored.append((-worth, n, pick))
+            for _, _, pick in sorted(scored)[:LOOKS]:
+                then = estimated(view, mesh, (*picks, pick))
+                self.say("loops", f"{pick}, estimated: {then}")
+                if then.better_than(now):
+                    picks, now = (*picks, pick), then
+                    break
+            else:
+                break
+        return self.fewer(view, mesh, picks, now)
+
+    def fewer(
+        self, view: View, mesh: Mesh, picks: tuple[Pick, ...], now: Estimate
+    ) -> tuple[tuple[Pick, ...], Estimate]:
+        """As good with fewer segments in a loop, or fewer parts; better, where that is possible."""
+        for n, pick in enumerate(picks if now.seconds is not None else ()):
+            for less in smaller(pick):
+                some = (*picks[:n], less, *picks[n + 1 :])
+                then = estimated(view, mesh, some)
+                if then.seconds is None or then.seconds > SAME * (now.seconds or 0.0):
+                    continue
+                self.say("loops", f"{less}, estimated: {then}")
+                picks, now = some, then
+                if less.parts < pick.parts:
+                    break
+        return picks, now
+
+    # -- traced ------------------------------------------------------------------------------------
+
+    def split_scans(self) -> None:
+        """Where a scan's body is made again: only in its first iterations, as many as must be. The
+        last ones keep all, and give it back first."""
+        scans = {
+            (c.segment.loss, c.segment.inside[0])
+            for c in self.best.traced.changes
+            if isinstance(c, Recompute) and len(c.segment.inside) == 2
+        }
+        for loss, scan in sorted(scans):
+            _, _, length = _compat.scan_sizes(self.traced.losses[loss].eqns[scan])
+            low, high = 0, length  # so many iterations must be made again: more than, at most
+            changes, mesh = self.best.traced.changes, self.best.plan.session.best.priced.mesh
+            for _ in range(CUTS):
+                if high - low < 2:
+                    break
+                first = (low + high) // 2
+                pieces = Fission(loss, scan, (first, length - first), (0,))
+                self.say("loops", f"scan {scan}: the first {first} of {length} made again")
+                found = self.planned((*changes, pieces), mesh)
+                self.tried.append(f"scan {scan} in two, {first} made again: {_seconds(found)}")
+                if found is not None and self.is_better(found):
+                    self.best, high = found, first
                 else:
-                    best, kept = found, more
-        if best is None:  # not enough alone
-            kept = more
-    return _answer(best, error, kept, tried)
+                    low = first
+
+    def planned(self, changes: Sequence[Change], mesh: Mesh) -> Any:
+        """The plan of the step with these changes, and no others, on a mesh; None: none fits."""
+        try:
+            step = self.traced.changed(changes)
+            return self.ask(step, build(step), self.program, self.memory, self.time_limit,
+                            mesh=mesh)  # fmt: skip
+        except (InfeasibleError, RewriteError) as error:  # or loops that do not go together
+            self.say("loops", str(error).splitlines()[0])
+            return None
+
+    def traced_best(
+        self, view: View, mesh: Mesh, picks: tuple[Pick, ...], priced: Estimate
+    ) -> tuple[Pick, ...]:
+        """What is kept of the loops that were picked: `best` is the plan with them."""
+        for some, share in [(picks, 1.0), *((each, SHRINK) for each in tries(picks)[:TRIES])]:
+            if some != picks or share < 1:
+                priced = estimated(view, mesh, some, share)
+            if priced.seconds is None:
+                continue
+            if self.best is not None and priced.seconds > BETTER * _cost(self.best):
+                continue
+            for lanes in (True, False):
+                found = self.plan_of(view, mesh, some, priced, lanes)
+                if found is not None and self.is_better(found):
+                    self.best = found
+                    return some
+        if self.best is None:  # layouts and recomputation are searched again for these loops
+            loops = self.loops(view, picks, priced, False)
+            try:
+                step = self.traced.changed((*self.traced.changes, *loops))
+                self.best = self.search(step, build(step), self.time_limit)
+                return picks
+            except (InfeasibleError, RewriteError):
+                self.tried.append(f"{_label(picks)}: does not fit, whatever else is made again")
+        return ()
+
+    def is_better(self, found: Any) -> bool:
+        return self.best is None or _cost(found) < BETTER * _cost(self.best)
+
+    def loops(
+        self, view: View, picks: Sequence[Pick], priced: Estimate, lanes: bool
+    ) -> list[Change]:
+        """The changes of loops; with `lanes`, as many as their factor is cut into on the mesh."""
+        found: list[Change] = []
+        for pick in picks:
+            ways = ways_of(view, pick, priced) if lanes else 1
+            found += pick.changes(ways if pick.option.size % (pick.parts * ways) == 0 else 1)
+        return found
+
+    def plan_of(
+        self, view: View, mesh: Mesh, picks: Sequence[Pick], priced: Estimate, lanes: bool
+    ) -> Any:
+        """The plan of the step traced with loops, and with the recomputation found beside them."""
+        loops = self.loops(view, picks, priced, lanes)
+        if lanes and loops == self.loops(view, picks, priced, False):
+            return None  # the same as without
+        spans = [change.segment for change in loops if isinstance(change, CoShard)]
+        again: list[Recompute] = []
+        if priced.what is not None and priced.priced is not None and priced.choice is not None:
+            for change in changes_of(priced.what, priced.priced, priced.choice):
+                again += change.around(spans)
+        most = max(change.lanes for change in loops if isinstance(change, Accumulate | CoShard))
+        label = _label(picks) + (f", in {most} lanes" if lanes else "")
+        self.say("loops", f"traced with {label}")
+        found = self.planned((*self.traced.changes, *loops, *again), mesh)
+        self.tried.append(f"{label}: {_seconds(found)}, {priced.seconds:.4g} s as estimated")
+        return found
+
+    def without(self, tried: str) -> Any:
+        """The plan without loops, where `hopeless` said that there is none: InfeasibleError."""
+        try:
+            if self.error is not None:
+                raise self.error
+            return self.search(self.traced, self.graph, self.time_limit)
+        except InfeasibleError as cause:
+            error = type(cause)(f"{cause}\nnor with loops over parts: {tried}")
+            error.session = cause.session
+            raise error from None
+
+    def answer(self, kept: Sequence[Pick]) -> Any:
+        tried = "; ".join(self.tried) or "none"
+        if self.best is None:
+            self.best = self.without(tried)
+        notes = [f"loops over parts that were tried: {tried}"]
+        if kept:
+            notes.insert(0, f"loops over parts: {', '.join(map(str, kept))}")
+        plan = self.best.plan
+        plan = replace(plan, changes=self.best.traced.changes, notes=(*plan.notes, *notes))
+        return replace(self.best, plan=plan)
 
 
-def _numbers(size: int, devices: int) -> Iterator[tuple[int, int]]:
-    """(parts, lanes) to try of a factor: every device keeps sums, or as the plan lays them out."""
-    for parts in PARTS:
-        for lanes in dict.fromkeys((devices, 1)):
-            if size % (parts * lanes) == 0:
-                yield parts, lanes
-
-
-def _answer(best: Any, error: Exception | None, kept: dict, tried: Sequence[str]) -> Any:
-    if best is None:
-        assert error is not None
-        raise InfeasibleError(f"{error}\nnor with loops over parts: {'; '.join(tried) or 'none'}")
-    notes = [f"loops over parts that were tried: {'; '.join(tried) or 'none is legal'}"]
-    if kept:
-        notes.insert(0, f"loops over parts: {', '.join(label for label, _ in kept.values())}")
-    plan = replace(best.plan, changes=best.traced.changes, notes=(*best.plan.notes, *notes))
-    return replace(best, plan=plan)
-
-
-def _planned(
-    search: Callable, step: Traced, graph: OpGraph, seconds: float
-) -> tuple[Any, InfeasibleError | None]:
-    """(plan of a step with its changes, None), or (None, why none fits)."""
-    try:
-        return search(step, graph, seconds), None
-    except InfeasibleError as error:
-        return None, error
+def _label(picks: Sequence[Pick]) -> str:
+    return "; ".join(map(str, picks))
 
 
 def _cost(planned: Any) -> float:
@@ -124,46 +366,3 @@ def _cost(planned: Any) -> float:
 
 def _seconds(planned: Any) -> str:
     return "does not fit" if planned is None else f"{_cost(planned):.4g} s"
-
-
-# -- what may be looped over -------------------------------------------------------------------
-
-
-def _options(traced: Traced, graph: OpGraph) -> Iterator[Option]:
-    """What may be tried, what makes nothing twice first; of one group at most one is kept."""
-    for loss, jaxpr in enumerate(traced.losses):
-        batch = batch_of(graph, loss, jaxpr)
-        try:
-            size = batch_division(jaxpr, dict(batch)).size
-        except RewriteError as error:
-            yield "", f"no gradient accumulation: {error}", _accumulation(loss, batch), 1
-        else:
-            yield f"loss {loss}", f"gradient accumulation {loss}", _accumulation(loss, batch), size
-    segments = next(iter(segmentations(graph, fold(graph))), ())
-    for candidate in candidates(traced.losses, segments):
-        yield str(candidate.segments[0]), str(candidate), candidate.changes, candidate.size
-
-
-def _accumulation(loss: int, batch: tuple) -> Callable[[int, int], tuple[Change, ...]]:
-    return lambda parts, lanes: (Accumulate(loss, parts, batch, lanes),)
-
-
-def batch_of(graph: OpGraph, loss: int, jaxpr: Any) -> tuple[tuple[int, int], ...]:
-    """(argument of a loss, constants first; 0) of what comes from the step's batch, as the op that
-    reads it first in the whole step's graph tells."""
-    inner, _ = _compat.open_jaxpr(jaxpr)
-    position = {v: i for i, v in enumerate((*inner.constvars, *inner.invars))}
-    found: set[int] = set()
-    for op in graph.ops:
-        origin = op.origin
-        if origin is None or (origin.loss, len(origin.key)) != (loss, 1) or op.phase != FORWARD:
-            continue
-        eqn = inner.eqns[origin.key[0]]
-        if len(eqn.invars) != len(op.inputs):
-            continue  # a part of a loop or call
-        for var, value in zip(eqn.invars, op.inputs):
-            if value >= 0 and not _compat.is_literal(var) and var in position:
-                known = graph.values[value]
-                if known.role == BATCH and known.shape:
-                    found.add(position[var])
-    return tuple((i, 0) for i in sorted(found))

@@ -22,6 +22,10 @@ class ClusterError(JaxscalerError):
     """A cluster description is malformed, unknown, or larger than what is present."""
 
 
+class ConfigError(JaxscalerError):
+    """A model, a way to spread it, or a run that can not be; the fields are named."""
+
+
 class ConstraintError(JaxscalerError):
     """A constraint is malformed, matches nothing, or clashes with another."""
 
@@ -44,3 +48,7 @@ class RewriteError(JaxscalerError):
 
 class SolveError(JaxscalerError):
     """A strategy problem is malformed."""
+
+
+class ScheduleError(JaxscalerError):
+    """A pipeline is malformed, or an order of its tasks is incomplete, cyclic, or does not fit."""

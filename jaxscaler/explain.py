@@ -25,8 +25,9 @@ from jaxscaler.solve import evaluate, solve
 from jaxscaler.solve.conflict import conflict
 from jaxscaler.solve.prices import memory_price
 from jaxscaler.space import strategies as st
-from jaxscaler.space.constraints import Constraints, smallest
-from jaxscaler.space.problem import Priced, price
+from jaxscaler.space.constraints import Constraints, changes_step, smallest
+from jaxscaler.space.price import price
+from jaxscaler.space.problem import Priced
 
 if TYPE_CHECKING:
     from jaxscaler.why import Found, Session
@@ -259,12 +260,10 @@ class WhatIf:
 
     def changed(self) -> list[tuple[str, str, str]]:
         """(subject, before, after) of every decision that differs."""
-        old = {d.subject: d for d in self.before.decisions}
-        return [
-            (d.subject, decision_text(old[d.subject]), decision_text(d))
-            for d in self.after.decisions
-            if decision_text(old[d.subject]) != decision_text(d)
-        ]
+        old = {d.subject: decision_text(d) for d in self.before.decisions}
+        now = [(d.subject, decision_text(d)) for d in self.after.decisions]
+        pairs = ((subject, old.get(subject, "not there"), text) for subject, text in now)
+        return [(subject, then, text) for subject, then, text in pairs if then != text]
 
     def __str__(self) -> str:
         rows = [("", "now", "then", "difference")]
@@ -300,6 +299,9 @@ def what_if(session: Session, plan: Plan, change: Any) -> WhatIf:
     for anything else, ConstraintError and InfeasibleError where the change leaves no plan.
     """
     said, program = _changed(session.program, plan.constraints, change)
+    more = program[len(session.program) :]
+    if session.again is not None and any(map(changes_step, more)):
+        return WhatIf(said, plan, session.again(more))
     found = searched(replace(session, program=program))
     return WhatIf(said, plan, plan_of(replace(session, program=program), plan, found))
 
@@ -425,7 +427,6 @@ def _faster(mesh: Mesh, level: str) -> Mesh:
     def part(p: Any) -> Any:
         if p.level.name != level:
             return p
-        link = replace(p.level.link, bandwidth=p.level.link.bandwidth * FASTER)
-        return replace(p, level=replace(p.level, link=link))
+        return replace(p, level=replace(p.level, link=p.level.link.faster(FASTER)))
 
     return Mesh(tuple(replace(a, parts=tuple(map(part, a.parts))) for a in mesh.axes))

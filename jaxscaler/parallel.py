@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import importlib
 import inspect
 import math
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,81 +17,25 @@ import jax
 from jaxscaler import _compat, planner, processes
 from jaxscaler.cache import find_cache
 from jaxscaler.cluster.cluster import Cluster
-from jaxscaler.cluster.devices import CAPABILITY, Device
 from jaxscaler.cluster.mesh import device_grid
+from jaxscaler.cluster.profile import Profile
 from jaxscaler.errors import ClusterError, ConstraintError, PlanError
+from jaxscaler.given import as_cluster, author_of, nnx_for, traced_step, without_objects
 from jaxscaler.lower.auxiliary import jit_on_state
 from jaxscaler.lower.state import abstract_leaves, init_state, place
 from jaxscaler.lower.step import (
     MismatchError,
-    PlannedStep,
-    achieved,
     argument_types,
+    as_planned,
     compile_step,
     donated_arguments,
 )
 from jaxscaler.plan import Plan
 from jaxscaler.program import Statement
 from jaxscaler.report.export import to_python
-from jaxscaler.space.annotations import Author
 from jaxscaler.space.pins import Pins
-from jaxscaler.trace import Traced, refuse_other_devices, trace
-
-
-def as_cluster(
-    cluster: str | Cluster | None, devices: Sequence[jax.Device] | None = None
-) -> Cluster:
-    """A cluster from its name, itself, or (None) the devices that JAX sees."""
-    if cluster is None:
-        return Cluster.local(devices)
-    return Cluster.parse(cluster) if isinstance(cluster, str) else cluster
-
-
-def traced_step(
-    step: Callable,
-    args: tuple,
-    kwargs: dict[str, Any],
-    roles: Mapping[str, str],
-    mesh: Any,
-    device: Device,
-) -> Traced:
-    """The step as it is on the mesh that the user gives, for a device of the cluster."""
-    with _compat.inside_mesh(mesh), _compat.cudnn_on_any_host(CAPABILITY.get(device.name)):
-        return replace(trace(step, *args, **kwargs), roles=tuple(roles.items()))
-
-
-def author_of(mesh: Any, specs: Mapping[str, Any]) -> Author:
-    """What the user says of the mesh and of arguments, without JAX's types."""
-    if explicit := _compat.explicit_axes(mesh) if hasattr(mesh, "axis_types") else ():
-        raise ConstraintError(
-            f"mesh=: axes {explicit} are in Explicit mode, where types fix all shardings and "
-            "nothing is left to plan: use axis_types=(AxisType.Auto, ...)"
-        )
-    axes = None if mesh is None else tuple(dict(getattr(mesh, "shape", mesh)).items())
-    return Author(axes, tuple((glob, _compat.spec_dims(spec)) for glob, spec in specs.items()))
-
-
-def _nnx() -> ModuleType | None:
-    """`jaxscaler.nnx`, in a program that uses flax.nnx."""
-    return importlib.import_module("jaxscaler.nnx") if "flax.nnx" in sys.modules else None
-
-
-def nnx_for(step: Callable, arguments: Any) -> ModuleType | None:
-    """The same, if the step works on objects of it."""
-    nnx = _nnx()
-    return nnx if nnx and nnx.wanted(step, arguments) else None
-
-
-def _without_objects(create: Callable) -> Callable:
-    """`create` with pytrees in place of flax.nnx objects, which need no mesh to be made."""
-
-    def made(*args: Any, **kwargs: Any) -> Any:
-        nnx = _nnx()
-        with nnx.unsharded() if nnx else contextlib.nullcontext():
-            result = create(*args, **kwargs)
-        return nnx.take(result) if nnx and nnx.holds_objects(result) else result
-
-    return made
+from jaxscaler.trace import Traced, refuse_other_devices
+from jaxscaler.verify.loop import plan_verified
 
 
 class ParallelStep:
@@ -118,6 +59,9 @@ class ParallelStep:
         cache: bool | str | Path = True,
         mesh: Any = None,
         specs: Mapping[str, Any] = {},
+        profile: Profile | str | Path | None = None,
+        loops: bool = True,
+        verify: bool | int | str = False,
     ):
         functools.update_wrapper(self, step)
         self.author = author_of(mesh, specs)
@@ -131,13 +75,18 @@ class ParallelStep:
             raise PlanError("plan= says all of the layouts already: leave follow= or plan= out")
         if self.given is not None and specs:
             raise PlanError("plan= says all of the layouts already: leave specs= or plan= out")
+        if self.given is not None and profile is not None:
+            raise PlanError("profile= prices a search, plan= needs none: leave one of them out")
+        if self.given is not None and verify:
+            raise PlanError("verify= may plan again, plan= is kept: use plan.verify() instead")
+        self.verify = verify
         if isinstance(follow, ParallelStep):
             cluster = cluster or follow.cluster
             devices = follow.devices if devices is None else devices
         elif cluster is None and (known := self.given or follow) is not None:
             cluster = Cluster.from_dict(known.cluster)
         self.devices: Sequence[jax.Device] | None = devices
-        self.cluster: Cluster = as_cluster(cluster, devices)
+        self.cluster: Cluster = as_cluster(cluster, devices, profile)
         self.donate = donate
         self.roles = roles
         self.planned: planner.Planned | None = None
@@ -147,8 +96,9 @@ class ParallelStep:
             time_limit=time_limit,
             seed=seed,
             progress=progress,
+            loops=loops,
         )
-        self._search: Callable[..., planner.Planned] = functools.partial(
+        self._search: functools.partial[planner.Planned] = functools.partial(
             planner.plan_step,
             cluster=self.cluster,
             cache=find_cache(cache),
@@ -165,6 +115,8 @@ class ParallelStep:
             cache=cache,
             mesh=mesh,
             specs=specs,
+            profile=profile,
+            verify=verify,
         )
         self._follow = follow
         self._nnx: ModuleType | None = None  # the adapter, for a step on flax.nnx objects
@@ -183,7 +135,7 @@ class ParallelStep:
         `batch`: arrays or `jax.ShapeDtypeStruct`s; a tuple stands for several arguments. So does a
         tuple made by `create`, of a step that takes as many: `(model, optimizer)`.
         """
-        made = jax.eval_shape(_without_objects(create), *args, **kwargs)
+        made = jax.eval_shape(without_objects(create), *args, **kwargs)
         rest = batch if isinstance(batch, tuple) else (batch,)
         return self._plan(*self._meet((*self._as_arguments(made, rest), *rest), {})).plan
 
@@ -199,7 +151,7 @@ class ParallelStep:
             self.plan_for(create, *args, batch=batch)
         found = self._known()
         traced = found.traced
-        made = jax.eval_shape(create := _without_objects(create), *args)
+        made = jax.eval_shape(create := without_objects(create), *args)
         first, size = traced.in_tree.children()[0], len(jax.tree.leaves(made))
         one = first.num_leaves == size and (first.node_data() or (None,))[0] is tuple
         several = type(made) is tuple and not one
@@ -251,6 +203,8 @@ class ParallelStep:
         them: the devices that JAX sees now), and any that shall be other than they were. `state`
         stays alive: both have their memory until it is deleted.
         """
+        if "plan" in options:  # which is not searched
+            options = {"profile": None, "verify": False, **options}
         step = self._like(**options)
         step.step, step._nnx = self.step, self._nnx
         step._plan_traced(self._known().traced)
@@ -382,7 +336,7 @@ class ParallelStep:
         if self._run is None:
             traced = self._known().traced
             types = (traced.in_tree, tuple((a.shape, a.dtype) for a in traced.in_avals))
-            self._run = self._runs[types] = _as_planned(self.compiled())
+            self._run = self._runs[types] = as_planned(self.compiled())
         try:
             return self._run(*args, **kwargs)
         except MismatchError:
@@ -404,7 +358,7 @@ class ParallelStep:
             else:
                 _refuse_other_state(known.plan, traced)
                 found = self._plan_other(traced)
-            self._runs[types] = _as_planned(self._compile(found))
+            self._runs[types] = as_planned(self._compile(found))
         return self._runs[types]
 
     def _plan_other(self, traced: Traced) -> planner.Planned:
@@ -424,6 +378,18 @@ class ParallelStep:
         nnx = self._nnx
         author = nnx.with_own_words(self.author, traced) if nnx else self.author
         search = functools.partial(self._search, traced, author=author, **options)
+        if self.verify:
+            given = self._search.keywords | options
+            search = functools.partial(
+                plan_verified,
+                search,
+                self.cluster,
+                given["memory"],
+                self.verify,
+                given["constraints"],
+                author,
+                given["progress"],
+            )
         return processes.share(
             search,
             lambda plan: planner.follow_plan(traced, plan, search),
@@ -441,15 +407,6 @@ class ParallelStep:
         """The plan's compiler options where the devices are of the kind it was priced for."""
         gpu = all(device.platform == "gpu" for device in mesh.devices.flat)
         return dict(self.plan.compiler_options) or None if gpu else None
-
-
-def _as_planned(step: Any) -> Callable:
-    """A compiled step. PlanError where the compiler laid it out otherwise than planned."""
-    found = achieved(step.compiled, step) if isinstance(step, PlannedStep) else ()
-    if found:
-        said = "; ".join(f"{d.path}: planned {d.planned}, got {d.achieved}" for d in found[:3])
-        raise PlanError(f"{len(found)} tensors are not laid out as planned: {said}")
-    return step
 
 
 def _shapes(traced: Traced) -> dict[str, tuple]:

@@ -212,7 +212,8 @@ class Plan:
         printed: memory and collectives, predicted and compiled.
 
         `target`: a cluster of as many devices, none of which need be there; by default the plan's
-        own. `options`: `timeout` in seconds, `cache` as in `plan`, `progress`. PlanError in a plan
+        own; or "present": the devices that JAX sees, with their own backend, in this process.
+        `options`: `timeout` in seconds, `cache` as in `plan`, `progress`. PlanError in a plan
         that was read from a file, or for devices no compiler is known for; what goes wrong in the
         compiler is the result's `compiled.status`. See docs/verify.md.
         """

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from jaxscaler import _compat
+from jaxscaler.asked import loop_lines
 from jaxscaler.cache import Cache, cache_key
 from jaxscaler.cluster.cluster import Cluster
 from jaxscaler.cluster.mesh import Mesh, candidate_meshes, named_mesh
@@ -76,6 +77,8 @@ class Planned:
         """
         traced, layouts = self.traced, self.layouts()
         if folded:
+            graph = replace(self.graph, barriers=())
+            layouts = emit(graph, self.folded, self.space, self.plan.axes, self.rows)
             traced, layouts = folded_step(traced, self.graph, self.folded, layouts)
         donate = donated_arguments(self.traced, layouts)
         mesh = _compat.abstract_mesh(self.plan.axes)
@@ -168,24 +171,35 @@ def plan_step(
     graph = build(traced)
     clock.add("graph")
 
-    def as_it_is(step, its_graph, lines, memory, time_limit, again=None, mesh=None):
+    def as_it_is(step, its_graph, lines, memory, time_limit, again=None, mesh=None, ask=None):
         return _search_plan(
             step, its_graph, cluster, lines, kept_axes, memory, time_limit, seed, merge, follow,
-            author, clock, say, again, mesh,
+            author, clock, say, again, mesh, ask,
         )  # fmt: skip
+
+    # lines that ask for loops: without a marked loss they are refused as any that say too much
+    others = loop_lines(program)[1] if traced.losses else program
 
     def with_recomputation(step, its_graph, seconds):
         return plan_with_recomputation(
-            as_it_is, step, its_graph, program, memory, seconds,
-            rules_for(cluster.device.vendor), say,
+            as_it_is, step, its_graph, others, memory, seconds,
+            rules_for(cluster.device.vendor, cluster.device.name), say,
         )  # fmt: skip
 
     search = functools.partial(
-        plan_with_loops, with_recomputation, traced, graph, loops, cluster.num_devices, time_limit,
-        say,
+        plan_with_loops, with_recomputation, as_it_is, traced, graph, program, loops, cluster,
+        memory, time_limit, rules_for(cluster.device.vendor, cluster.device.name), say,
     )  # fmt: skip
     if explained:
         search = functools.partial(_told, search)
+
+    def with_more(lines: Sequence[Statement]) -> Plan:
+        return plan_step(
+            traced, cluster, constraints=(*program, *lines), memory=memory, time_limit=time_limit,
+            seed=seed, merge=merge, follow=follow, author=author, loops=loops, explained=False,
+        ).plan  # fmt: skip
+
+    search = functools.partial(_asked, search, with_more)
     if cache is None:
         return search()
     key = cache_key(
@@ -205,6 +219,13 @@ def plan_step(
     return replace(found, plan=replace(found.plan, notes=(*found.plan.notes, *faults)))
 
 
+def _asked(search: Callable[[], Planned], again: Callable) -> Planned:
+    """What `search` finds; its session can plan the step as it was written once more."""
+    found = search()
+    session = replace(found.plan.session, again=again)
+    return replace(found, plan=replace(found.plan, session=session))
+
+
 def _told(search: Callable[[], Planned]) -> Planned:
     """What `search` finds. Where that is no plan it is explained, once for all searches."""
     try:
@@ -216,9 +237,10 @@ def _told(search: Callable[[], Planned]) -> Planned:
 
 def _search_plan(
     traced, graph, cluster, program, kept_axes, memory, time_limit, seed, merge, follow, author,
-    clock, say, again: Again | None = None, mesh: Mesh | None = None,
+    clock, say, again: Again | None = None, mesh: Mesh | None = None, ask: Callable | None = None,
 ) -> Any:  # fmt: skip
-    """The plan of a step as it is, on `mesh` or all. With `again`: what was found, and of what."""
+    """The plan of a step as it is, on `mesh` or all. With `again`: what was found, and of what;
+    with `ask`: what that says of the session, not yet searched, and of the same."""
     said = pins_of(graph, author)
     skeleton = _skeleton(traced, graph, merge, again)
     pins = _pinned(follow, traced, skeleton)
@@ -251,12 +273,14 @@ def _search_plan(
         return allowed if pins is None else pins.mask(node, rows, mesh, allowed)
 
     folded, space = skeleton.folded, skeleton.space
-    lives = live_buffers(graph, folded, rules_for(cluster.device.vendor))
-    once = model(graph, folded, space, lives)
+    lives = live_buffers(graph, folded, rules_for(cluster.device.vendor, cluster.device.name))
+    once, what = model(graph, folded, space, lives), None
     if again is not None:
-        once, what = again.on(once)
+        once, what = again.on(once, cluster.device.vendor)
     clock.add("space")
     session = Session(once, cluster, tuple(meshes), program, limit, time_limit, seed, others)
+    if ask is not None:
+        return ask(session, what)
     try:
         found = session.search(clock, say, explained=False)
         if again is not None:

@@ -38,6 +38,34 @@ class LostProcessError(ClusterError):
     """A process of the run is gone; the others can not go on."""
 
 
+# -- joining ---------------------------------------------------------------------------------------
+
+
+def join() -> None:
+    """Join the other processes of a run, where the environment says that there are some.
+
+    Said by JAX_COORDINATOR_ADDRESS with JAX_NUM_PROCESSES and JAX_PROCESS_ID, or by what launched
+    the process, as `jax.distributed.initialize` reads it: Slurm, Open MPI, several TPU hosts. To be
+    called before any device is asked for.
+    """
+    if jax.distributed.is_initialized():
+        return
+    said = os.environ.get
+    address, count, index = (
+        said(f"JAX_{name}") for name in ("COORDINATOR_ADDRESS", "NUM_PROCESSES", "PROCESS_ID")
+    )
+    if address:
+        jax.distributed.initialize(
+            address, int(count) if count else None, int(index) if index else None
+        )
+    elif (
+        int(said("SLURM_NTASKS", "1")) > 1
+        or int(said("OMPI_COMM_WORLD_SIZE", "1")) > 1
+        or "," in said("TPU_WORKER_HOSTNAMES", "")
+    ):
+        jax.distributed.initialize()
+
+
 # -- one plan --------------------------------------------------------------------------------------
 
 

@@ -201,6 +201,7 @@ class Stage:
 Algo = Split | Replicate | Cast | Kernel
 Number = int | tuple[int, int] | str | Hole
 Place = str | tuple[str, ...] | Stage
+TaskName = tuple[int, int, str]  # stage, micro-batch, phase: a `schedule.Task` is one
 
 
 # -- lines -----------------------------------------------------------------------------------------
@@ -232,10 +233,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Order:
-    """All of `first` run before any of `then`."""
+    """All of `first` run before any of `then`: ops, or tasks of a pipeline."""
 
-    first: Ops
-    then: Ops
+    first: Ops | TaskName
+    then: Ops | TaskName
     source: str = ""
 
     def __str__(self) -> str:
@@ -285,8 +286,16 @@ def op_assign(subject: Subject | Line, place: Place) -> Line:
     return Line(subject, place=place, source=_caller())
 
 
-def op_order(first: Ops, then: Ops) -> Order:
-    """All ops of `first` run before any of `then`."""
+def op_order(first: Ops | TaskName, then: Ops | TaskName) -> Order:
+    """All ops of `first` run before any of `then`; of a pipeline, a task (stage, micro-batch,
+    "F", "B" or "W") before another one."""
+    if isinstance(first, tuple) and isinstance(then, tuple):
+        for task in (first, then):
+            if len(task) != 3 or task[2] not in ("F", "B", "W"):
+                raise ConstraintError(
+                    f'op_order: {task} is no task (stage, micro-batch, "F", "B" or "W")'
+                )
+        return Order((*first,), (*then,), _caller())  # plain tuples: equal lines are equal text
     for subject in (first, then):
         if not isinstance(subject, Ops):
             raise ConstraintError(f"op_order: {subject!r} is no ops(...) or region(...)")

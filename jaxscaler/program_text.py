@@ -144,10 +144,18 @@ def _statement(item: Any, holes: _Names) -> Statement | Hole:
         return p.op_trans(_subject(subject), _algo(algo), *(_num(n, holes) for n in num))
     first, second = _list(word, value, 2, 2)
     if word == "op_order":
-        return p.op_order(*(_subject(x) for x in (first, second)))  # type: ignore[arg-type]
+        named = (_task(x) or _subject(x) for x in (first, second))
+        return p.op_order(*named)  # type: ignore[arg-type]
     inner = isinstance(first, dict) and next(iter(first), None) == "op_trans"
     subject = _statement(first, holes) if inner else _subject(first)
     return p.op_assign(subject, _place(second))  # type: ignore[arg-type]
+
+
+def _task(item: Any) -> Any:
+    """`{task: [stage, micro, phase]}`; None for anything else."""
+    if isinstance(item, dict) and list(item) == ["task"]:
+        return tuple(_list("task", item["task"], 3, 3))
+    return None
 
 
 def _subject(item: Any) -> p.Subject:
@@ -287,7 +295,7 @@ def _no_twins(node: yaml.Node) -> None:
 
 def _data(line: Line | Order) -> Any:
     if isinstance(line, Order):
-        return {"op_order": [_subject_data(line.first), _subject_data(line.then)]}
+        return {"op_order": [_order_data(line.first), _order_data(line.then)]}
     data: Any = _subject_data(line.subject)
     if line.algo is not None:
         num = [] if line.num == p.AT_LEAST_TWO else [_num_data(line.num)]
@@ -299,6 +307,10 @@ def _data(line: Line | Order) -> Any:
     if line.forbidden:
         data = {"forbid": data}
     return {"if_possible": data} if line.yielding else data
+
+
+def _order_data(of: Any) -> Any:
+    return {"task": list(of)} if isinstance(of, tuple) else _subject_data(of)
 
 
 def _subject_data(subject: p.Subject) -> Any:

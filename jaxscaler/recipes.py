@@ -13,6 +13,7 @@ from jaxscaler.program import (
     ANY,
     AT_LEAST_TWO,
     NOWHERE,
+    SAME_DEVICE,
     Number,
     Replicate,
     Split,
@@ -21,6 +22,7 @@ from jaxscaler.program import (
     op_assign,
     op_trans,
     ops,
+    region,
     values,
 )
 
@@ -144,6 +146,23 @@ def recompute_selective(scores: str = "*q*,*k*->*qk", weighted: str = "*qk,*k*->
     ]
 
 
+def co_shard(path: str = "*attn*", factor: str | tuple[str, ...] = ANY, num: Number = 4) -> Program:
+    """Attention (or what else is at `path`) in `num` parts of a factor, one after another on a
+    device, each made again in the backward pass.
+
+    Needs a loss that `jaxscaler.value_and_grad` (or `grad`) marks. Lin et al., nnScaler, 2024.
+    """
+    return [op_assign(op_trans(region(path, phase="forward"), Split(factor), num), SAME_DEVICE)]
+
+
+def accumulate(num: Number = 4) -> Program:
+    """Gradients of `num` parts of the batch, one after another, are summed: micro-batches.
+
+    Needs a loss that `jaxscaler.value_and_grad` (or `grad`) marks.
+    """
+    return [op_assign(op_trans(ops(phase=COMPUTE), Split("batch"), num), SAME_DEVICE)]
+
+
 # Those that change the forward pass need a marked loss.
 RECIPES: Mapping[str, Callable[[], Program]] = {
     "data_parallel": data_parallel,
@@ -159,4 +178,6 @@ RECIPES: Mapping[str, Callable[[], Program]] = {
     "three_d": three_d,
     "recompute_all": recompute_all,
     "recompute_selective": recompute_selective,
+    "co_shard": co_shard,
+    "accumulate": accumulate,
 }

@@ -5,7 +5,7 @@ with the layouts, the step is traced anew with that, and planned on the mesh tha
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,16 +14,17 @@ from jaxscaler.errors import ConstraintError, InfeasibleError, OutOfTimeError
 from jaxscaler.graph.build import build
 from jaxscaler.graph.fold import Folded, fold
 from jaxscaler.graph.ir import OpGraph
-from jaxscaler.program import NOWHERE, Line, Statement, Values
+from jaxscaler.program import HOST, NOWHERE, Line, Statement, Values
 from jaxscaler.report.show import size_text
 from jaxscaler.rewrite.apply import results_of
-from jaxscaler.rewrite.changes import CoShard, Recompute, Segment, overlap
+from jaxscaler.rewrite.changes import CoShard, Recompute, Segment, around
 from jaxscaler.search import Best
 from jaxscaler.solve import solve
 from jaxscaler.space.kept import Pair, pairs_of, shared
 from jaxscaler.space.problem import Model, Priced
 from jaxscaler.space.recompute import (
-    KEPT,
+    HOSTED,
+    HOSTS,
     OFF,
     RUN,
     Recomputation,
@@ -65,9 +66,25 @@ class Again:
     def shared(self, folded: Folded) -> frozenset[int]:
         return shared(folded, self.pairs)
 
-    def on(self, model: Model) -> tuple[Model, Recomputation]:
-        """The model with the states of recomputation in its problems."""
-        found = recomputation(model.graph, model.folded, model.space, self.segments, self.pairs)
+    def on(
+        self,
+        model: Model,
+        vendor: str = "",
+        never: Collection[int] = (),
+        parts: Mapping[int, int] = {},
+    ) -> tuple[Model, Recomputation]:
+        """The model with the states of recomputation in its problems; on devices of a vendor.
+
+        `never`: values that are not kept (of a co-shard). `parts`: of which so many make a value,
+        one of them in memory at a time (of accumulation).
+        """
+        pairs = tuple(pair for pair in self.pairs if pair.first not in never)
+        found = recomputation(
+            model.graph, model.folded, model.space, self.segments, pairs, vendor in HOSTS
+        )
+        if parts:
+            some = {n: min(parts.get(p.first, 1) for p in kept) for n, kept in found.kept.items()}
+            found = replace(found, parts=some)
         forced = _forced(self.lines, model, found)
 
         def extend(priced: Priced, device: Any) -> Priced:
@@ -91,7 +108,7 @@ def plan_with_recomputation(
     `search(traced, graph, program, memory, time_limit, again=, mesh=)` plans a step as it is; with
     `again` it gives (what `Session.search` found, Recomputation) instead.
     """
-    lines = tuple(x for x in program if isinstance(x, Line) and x.place == NOWHERE)
+    lines = tuple(x for x in program if isinstance(x, Line) and x.place in (NOWHERE, HOST))
     rest = tuple(x for x in program if x not in lines)
     plain: Any = None
     error: InfeasibleError | None = None
@@ -176,8 +193,18 @@ def _free(best: Best) -> int:
     return solve(replace(best.priced.problem, usage_limit=None), work_limit=WORK).bound
 
 
+_LAST: list[tuple[Best, bool]] = []  # the last answer of `binds`, which two searches ask for
+
+
 def binds(planned: Any) -> bool:
     """The same on any mesh; of a plan that leaves much of the memory, on its own mesh alone."""
+    best = planned.plan.session.best
+    if not (_LAST and _LAST[0][0] is best):
+        _LAST[:] = [(best, _binds_anywhere(planned))]
+    return _LAST[0][1]
+
+
+def _binds_anywhere(planned: Any) -> bool:
     session, said = planned.plan.session, planned.plan.predicted
     if _binds_on_its_mesh(session.best):
         return True
@@ -193,17 +220,23 @@ def binds(planned: Any) -> bool:
 def _spaces(traced: Traced, graph: OpGraph, lines: tuple[Line, ...], rules: Rules):
     """(Again, the step with all of its segments recomputed, its graph), per segmentation."""
     loops = [change.segment for change in traced.changes if isinstance(change, CoShard)]
-    for found in segmentations(graph, fold(graph)):
-        segments = tuple(s for s in found if not any(overlap(s, loop) for loop in loops))
-        if not segments:
-            continue
-        changed = traced.changed([*traced.changes, *map(Recompute, segments)])
-        its_graph = build(changed)
-        results = {
-            s: results_of(traced.losses[s.loss], s.inside)[s.first : s.last + 1] for s in segments
-        }
-        pairs = pairs_of(its_graph, segments, results, rules)
-        yield Again(segments, pairs, lines), changed, its_graph
+    for found in segmentations(graph, fold(graph), loops):
+        segments = tuple(piece for s in found for piece in around(s, loops))
+        if segments:
+            yield space_of(traced, segments, lines, rules)
+
+
+def space_of(
+    traced: Traced, segments: tuple[Segment, ...], lines: tuple[Line, ...], rules: Rules
+) -> tuple[Again, Traced, OpGraph]:
+    """(Again, the step with these segments recomputed and nothing kept, its graph)."""
+    changed = traced.changed([*traced.changes, *map(Recompute, segments)])
+    its_graph = build(changed)
+    results = {
+        s: results_of(traced.losses[s.loss], s.inside)[s.first : s.last + 1] for s in segments
+    }
+    pairs = pairs_of(its_graph, segments, results, rules)
+    return Again(segments, pairs, lines), changed, its_graph
 
 
 def _attempts(search, traced, again, changed, its_graph, program, memory, time_limit):
@@ -237,10 +270,12 @@ def _reported(planned: Any, found: Any, changes: tuple[Recompute, ...]) -> Any:
     seconds = plan.predicted.seconds
     notes = []
     if changes:
-        kept = sum(len(c.kept) for c in changes)
+        kept, moved = (sum(map(len, some)) for some in zip(*((c.kept, c.host) for c in changes)))
+        host = f" and {moved} that go to the host" if moved else ""
         notes.append(
             f"{len(changes)} segments of the forward pass run again in the backward pass, except "
-            f"for {kept} values that are kept; {size_text(plan.predicted.peak_bytes)} a device"
+            f"for {kept} values that are kept{host}; "
+            f"{size_text(plan.predicted.peak_bytes)} a device"
         )
     if abs(seconds - searched) > TOLERANCE * searched:
         notes.append(
@@ -262,9 +297,9 @@ def _reported(planned: Any, found: Any, changes: tuple[Recompute, ...]) -> Any:
 
 
 def _forced(lines: Sequence[Line], model: Model, found: Recomputation) -> dict[int, frozenset[int]]:
-    """Use node -> states that `op_assign(values, NOWHERE)` and its opposite leave it.
+    """Use node -> states that `op_assign(values, NOWHERE)`, HOST, and their opposites leave it.
 
-    Raises ConstraintError for a line that selects nothing that could be kept.
+    Raises ConstraintError for a line that selects nothing that could be kept, or go to the host.
     """
     forced: dict[int, frozenset[int]] = {}
     subjects = Subjects(model.graph, model.folded, model.space)
@@ -281,7 +316,15 @@ def _forced(lines: Sequence[Line], model: Model, found: Recomputation) -> dict[i
                 f"{line} ({line.source}): selects no activation of a layer that the backward pass "
                 'could make again; say values(..., role="activation")'
             )
+        if line.place == HOST and not line.forbidden and not found.hosted.issuperset(nodes):
+            raise ConstraintError(
+                f"{line} ({line.source}): of those, some can not go to the host: values of the "
+                f"body of a loop, and any on devices other than those of {' and '.join(HOSTS)}; "
+                "say NOWHERE to have them made again"
+            )
+        meant = frozenset((RUN if line.place == NOWHERE else HOSTED,))
         for node in nodes:
-            states = frozenset((KEPT, OFF) if line.forbidden else (RUN, OFF))
-            forced[node] = forced.get(node, states) & states
+            every = frozenset(found.states(node))
+            states = every - meant if line.forbidden else meant | {OFF}
+            forced[node] = forced.get(node, every) & states
     return forced

@@ -18,7 +18,8 @@ from jaxscaler.report.memory import device_memory
 from jaxscaler.report.show import size_text
 from jaxscaler.solve import Solution, least_memory, solve
 from jaxscaler.solve.shared import Screened, Shared, screen
-from jaxscaler.space.problem import Filter, Model, Priced, Tabled, tabulate
+from jaxscaler.space.price import Filter, Tabled, tabulate
+from jaxscaler.space.problem import Model, Priced
 
 Progress = Callable[[str, str], None]  # (phase, detail)
 

@@ -19,7 +19,8 @@ import numpy as np
 from jaxscaler import _compat
 from jaxscaler.errors import PlanError, TraceError
 from jaxscaler.grad import Marks
-from jaxscaler.rewrite.changes import Change
+from jaxscaler.rewrite.changes import Change, Recompute
+from jaxscaler.rewrite.early import early
 
 LOOPS = ("scan", "while")
 
@@ -134,7 +135,9 @@ def trace(step: Callable, *args, static_argnums=None, static_argnames=None, **kw
                 "global one; remove the pmean/psum/axis_index over that axis"
             ) from error
 
-        jaxpr = traced.jaxpr
+        again = any(isinstance(change, Recompute) for change in changes)
+        jaxpr = _compat.without_dead_code(traced.jaxpr)
+        jaxpr = early(jaxpr) if again else jaxpr
         _refuse_refs(jaxpr, in_paths)
         _refuse_ordered(jaxpr)
         outs, out_tree = jax.tree_util.tree_flatten_with_path(traced.out_info)

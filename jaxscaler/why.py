@@ -54,6 +54,8 @@ class Session:
     others: Others
     best: Best | None = None
     lower: float = 0.0
+    # the plan of the step as it was written, with these lines more: for those that change the step
+    again: Callable[[Sequence[Statement]], Plan] | None = None
 
     def bind(self, program: Sequence[Statement]) -> Constraints:
         return Constraints(program, self.model.graph, self.model.folded, self.model.space)

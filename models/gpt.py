@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from models.attention import KERNELS, check_attention
+from models.stack import stacked
 from models.workload import (
     Workload,
     at_least_f32,
@@ -26,7 +27,9 @@ from models.workload import (
 @dataclass(frozen=True)
 class Config:
     """Shape of a GPT. `padded_vocab` rows of the table are more than `vocab` when that must divide;
-    no token or target ever names a padding row."""
+    no token or target ever names a padding row. The MLP is `ffn` wide, 4 * hidden unless given.
+    Options of its relatives: no learned positions (nothing in their place), a head of its own.
+    `remat_attention`: scores and their softmax are made again in the backward pass."""
 
     layers: int
     hidden: int
@@ -35,7 +38,12 @@ class Config:
     vocab: int = 50257
     padded_vocab: int | None = None
     dropout: float = 0.0
+    ffn: int | None = None
+    positions: bool = True
+    tied: bool = True
+    scan: bool = False
     remat: bool = False
+    remat_attention: bool = False
     attention: str = "xla"  # products and a softmax, or a kernel: models/attention.py
     dtype: Any = jnp.bfloat16
 
@@ -80,28 +88,32 @@ class Attention(nn.Module):
         q, k, v = jnp.unstack(dense((3, c.heads, size), name="qkv")(x), axis=2)
         q = q * size**-0.5
         if c.attention == "xla" or self.is_initializing():  # parameters need no kernel
-            weights = causal_softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
-            y = jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+            y = (jax.checkpoint(_attend) if c.remat_attention else _attend)(q, k, v)
         else:
             y = KERNELS[c.attention](q[:, :, :, None], k, v)[:, :, :, 0]
         return dense(c.hidden, axis=(-2, -1), name="out")(y)
 
 
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    weights = causal_softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
 class Block(nn.Module):
-    """[batch, seq, hidden] -> the same."""
+    """[batch, seq, hidden] -> (the same, nothing): the pair is what `nn.scan` wants."""
 
     config: Config
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, None]:
         c = self.config
         kinds = dict(dtype=c.dtype, param_dtype=at_least_f32(c.dtype))
         dense: Any = partial(nn.Dense, kernel_init=INIT, **kinds)
         norm: Any = partial(nn.LayerNorm, epsilon=1e-5, **kinds)
         drop = nn.Dropout(c.dropout, deterministic=False)
         x = x + drop(Attention(c, name="attn")(norm(name="ln_1")(x)))
-        y = nn.gelu(dense(4 * c.hidden, name="up")(norm(name="ln_2")(x)))
-        return x + drop(dense(c.hidden, name="down")(y))
+        y = nn.gelu(dense(c.ffn or 4 * c.hidden, name="up")(norm(name="ln_2")(x)))
+        return x + drop(dense(c.hidden, name="down")(y)), None
 
 
 class GPT(nn.Module):
@@ -116,13 +128,17 @@ class GPT(nn.Module):
         table = nn.Embed(
             c.padded_vocab or c.vocab, c.hidden, embedding_init=INIT, name="wte", **kinds
         )
-        positions = self.param("wpe", INIT, (c.context, c.hidden), kinds["param_dtype"])
-        x = table(tokens) + positions[: tokens.shape[1]].astype(c.dtype)
+        x = table(tokens)
+        if c.positions:
+            positions = self.param("wpe", INIT, (c.context, c.hidden), kinds["param_dtype"])
+            x = x + positions[: tokens.shape[1]].astype(c.dtype)
         x = nn.Dropout(c.dropout, deterministic=False)(x)
-        block = nn.remat(Block) if c.remat else Block
-        for i in range(c.layers):
-            x = block(c, name=f"h_{i}")(x)
-        return table.attend(nn.LayerNorm(epsilon=1e-5, name="ln_f", **kinds)(x))
+        x = stacked(Block, c, layers=c.layers, name="h", scan=c.scan, remat=c.remat)(x)
+        x = nn.LayerNorm(epsilon=1e-5, name="ln_f", **kinds)(x)
+        if c.tied:
+            return table.attend(x)
+        return nn.Dense(table.num_embeddings, use_bias=False, kernel_init=INIT, name="head",
+                        **kinds)(x)  # fmt: skip
 
 
 def workload(

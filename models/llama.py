@@ -29,7 +29,12 @@ from models.workload import (
 
 @dataclass(frozen=True)
 class Config:
-    """Shape of a Llama: each of `kv_heads` serves heads / kv_heads query heads."""
+    """Shape of a Llama: each of `kv_heads` serves heads / kv_heads query heads.
+
+    Heads are `head_width` wide, hidden / heads unless given. Options of its relatives: a plain
+    MLP with GELU in place of the gated one, biases of q, k and v, a head tied to the table.
+    `remat_attention`: scores and their softmax are made again in the backward pass.
+    """
 
     layers: int
     hidden: int
@@ -39,18 +44,28 @@ class Config:
     context: int = 8192
     vocab: int = 128256
     theta: float = 500000.0
+    head_width: int | None = None
+    gated: bool = True
+    qkv_bias: bool = False
+    tied: bool = False
     scan: bool = False
     remat: bool = False
+    remat_attention: bool = False
     attention: str = "xla"  # products and a softmax, or a kernel: models/attention.py
     dtype: Any = jnp.bfloat16
 
     def __post_init__(self) -> None:
         check_attention(self.attention)
-        if self.hidden % (2 * self.heads) or self.heads % self.kv_heads:
+        whole = self.head_width or self.hidden % self.heads == 0
+        if not whole or self.head_size % 2 or self.heads % self.kv_heads:
             raise ValueError(
                 f"hidden {self.hidden}, heads {self.heads}, kv_heads {self.kv_heads}: heads must be"
                 " of one even size, and shared evenly by the kv heads"
             )
+
+    @property
+    def head_size(self) -> int:
+        return self.head_width or self.hidden // self.heads
 
 
 # Grattafiori et al. 2024, "The Llama 3 Herd of Models", table 3; vocabulary and context from 3.2.
@@ -93,20 +108,26 @@ class Attention(nn.Module):
         c = self.config
         dense = dense_of(c)
         batch, seq, _ = x.shape
-        size = c.hidden // c.heads
+        size = c.head_size
 
         def project(heads: int, name: str) -> jax.Array:
-            return dense(heads * size, name=name)(x).reshape(batch, seq, heads, size)
+            made = dense(heads * size, use_bias=c.qkv_bias, name=name)(x)
+            return made.reshape(batch, seq, heads, size)
 
         q = rotate(project(c.heads, "q"), angles) * size**-0.5
         q = q.reshape(batch, seq, c.kv_heads, c.heads // c.kv_heads, size)
         k, v = rotate(project(c.kv_heads, "k"), angles), project(c.kv_heads, "v")
         if c.attention == "xla" or self.is_initializing():  # parameters need no kernel
-            weights = causal_softmax(jnp.einsum("bqhgd,bkhd->bhgqk", q, k))
-            y = jnp.einsum("bhgqk,bkhd->bqhgd", weights, v)
+            attend = jax.checkpoint(_attend) if c.remat_attention else _attend
         else:
-            y = KERNELS[c.attention](q, k, v)
-        return dense(c.hidden, name="out")(y.reshape(batch, seq, c.hidden))
+            attend = KERNELS[c.attention]
+        y = attend(q, k, v)
+        return dense(c.hidden, name="out")(y.reshape(batch, seq, c.heads * size))
+
+
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    weights = causal_softmax(jnp.einsum("bqhgd,bkhd->bhgqk", q, k))
+    return jnp.einsum("bhgqk,bkhd->bqhgd", weights, v)
 
 
 class Block(nn.Module):
@@ -120,7 +141,10 @@ class Block(nn.Module):
         dense, norm = dense_of(c), norm_of(c)
         x = x + Attention(c, name="attn")(norm(name="attn_norm")(x), angles)
         y = norm(name="mlp_norm")(x)
-        y = nn.silu(dense(c.ffn, name="gate")(y)) * dense(c.ffn, name="up")(y)
+        if c.gated:
+            y = nn.silu(dense(c.ffn, name="gate")(y)) * dense(c.ffn, name="up")(y)
+        else:
+            y = nn.gelu(dense(c.ffn, name="up")(y))
         return x + dense(c.hidden, name="down")(y), None
 
 
@@ -134,8 +158,9 @@ class Llama(nn.Module):
         c = self.config
         wide = at_least_f32(c.dtype)
         embed = partial(nn.Embed, dtype=c.dtype, param_dtype=wide, embedding_init=INIT)
-        x = embed(c.vocab, c.hidden, name="embed")(tokens)
-        angles = rotary_angles(tokens.shape[1], c.hidden // c.heads, c.theta, wide)
+        table = embed(c.vocab, c.hidden, name="embed")
+        x = table(tokens)
+        angles = rotary_angles(tokens.shape[1], c.head_size, c.theta, wide)
         # A loop's body can not be merged with its recomputation, so it needs no barrier.
         block = nn.remat(Block, prevent_cse=not c.scan) if c.remat else Block
         if c.scan:
@@ -150,7 +175,8 @@ class Llama(nn.Module):
         else:
             for i in range(c.layers):
                 x, _ = block(c, name=f"layers_{i}")(x, angles)
-        return dense_of(c)(c.vocab, name="head")(norm_of(c)(name="norm")(x))
+        x = norm_of(c)(name="norm")(x)
+        return table.attend(x) if c.tied else dense_of(c)(c.vocab, name="head")(x)
 
 
 def dense_of(c: Config) -> Any:

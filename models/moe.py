@@ -1,13 +1,16 @@
 """A mixture of experts: a Llama whose MLPs are experts, of which each token goes to a few.
 
-Routing is by one-hot tensors and einsums, with room for `capacity` tokens per expert: what does not
-fit passes by. The experts' weights are stacked: their first dim is the expert.
+Routing is by one-hot tensors and einsums (or by indices), with room for `capacity` tokens per
+expert: what does not fit passes by. The experts' weights are stacked: their first dim is the
+expert.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -25,19 +28,28 @@ from models.workload import (
     token_batch,
 )
 
+ROUTING = ("one-hot", "permute")
+
 
 @dataclass(frozen=True)
 class Config(llama.Config):
     """A Llama of which each token's MLP is a weighted sum of `chosen` out of `experts`.
 
     Each expert takes `capacity_factor` times its even share of a sequence's tokens. `balance`: the
-    weight of the loss that evens out the experts' shares.
+    weight of the loss that evens out the experts' shares. `routing`: "one-hot" tensors and einsums,
+    or "permute", by indices.
     """
 
     experts: int = 8
     chosen: int = 2
     capacity_factor: float = 1.25
     balance: float = 0.01
+    routing: str = "one-hot"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.routing not in ROUTING:
+            raise ValueError(f"routing {self.routing!r}: there is {', '.join(ROUTING)}")
 
 
 # Jiang et al. 2024, "Mixtral of Experts", table 1; it drops no token, which capacity does.
@@ -50,29 +62,78 @@ SIZES = {
 }  # fmt: skip
 
 
-def route(gates: jax.Array, chosen: int, capacity: int) -> tuple[jax.Array, jax.Array]:
-    """Where each token goes: (dispatch, combine), each [batch, seq, experts, capacity].
+def assign(gates: jax.Array, chosen: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(expert, weight, place in its queue) of each choice of each token: [batch, seq, chosen].
 
     `gates` [batch, seq, experts] are probabilities. A token's first choice goes before any token's
-    second, and earlier tokens before later ones; dispatch is 1 at the token's place with an
-    expert, combine the weight it comes back with. Lepikhin et al. 2021, "GShard", algorithm 1.
+    second, and earlier tokens before later ones. Lepikhin et al. 2021, "GShard", algorithm 1.
     """
-    experts = gates.shape[-1]
     weights, picks = jax.lax.top_k(gates, chosen)
     weights = weights / weights.sum(-1, keepdims=True)
-    picked = jax.nn.one_hot(picks, experts, dtype=gates.dtype)  # [batch, seq, chosen, experts]
+    picked = jax.nn.one_hot(picks, gates.shape[-1], dtype=gates.dtype)  # [..., chosen, experts]
     before = jnp.zeros_like(gates[:, :1])  # places taken by earlier choices
-    dispatch = combine = jnp.zeros((*gates.shape, capacity), gates.dtype)
+    places = []
     for c in range(chosen):
         mine = picked[:, :, c]
         place = jnp.cumsum(mine, axis=1) - mine + before
         before = before + mine.sum(1, keepdims=True)
+        places.append((place * mine).sum(-1))
+    return picks, weights, jnp.stack(places, -1).astype(jnp.int32)
+
+
+def route(gates: jax.Array, chosen: int, capacity: int) -> tuple[jax.Array, jax.Array]:
+    """Where each token goes: (dispatch, combine), each [batch, seq, experts, capacity].
+
+    dispatch is 1 at the token's place with an expert, combine the weight it comes back with.
+    """
+    experts, kind = gates.shape[-1], gates.dtype
+    picks, weights, places = assign(gates, chosen)
+    dispatch = combine = jnp.zeros((*gates.shape, capacity), kind)
+    for c in range(chosen):
         # a place beyond the capacity has no one in its one-hot row: the token is dropped
-        places = jax.nn.one_hot(place.astype(jnp.int32), capacity, dtype=gates.dtype)
-        here = mine[..., None] * places
+        mine = jax.nn.one_hot(picks[:, :, c], experts, dtype=kind)
+        here = mine[..., None] * jax.nn.one_hot(places[:, :, c], capacity, dtype=kind)[:, :, None]
         dispatch = dispatch + here
         combine = combine + here * weights[:, :, c, None, None]
     return dispatch, combine
+
+
+def take(x: jax.Array, rows: jax.Array) -> jax.Array:
+    """[batch, n, hidden] and rows [batch, m] of n -> [batch, m, hidden]."""
+    return jax.vmap(lambda x, rows: x[rows])(x, rows)
+
+
+def permute(
+    x: jax.Array, gates: jax.Array, chosen: int, capacity: int
+) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+    """(rows of `x` [batch, seq, hidden] for each expert: [experts, batch, capacity, hidden], the
+    function that brings such rows back to their tokens and sums them up by weight).
+
+    The same as products with `route`'s tensors, by indices: nothing of size seq x capacity is made.
+    """
+    batch, seq, hidden = x.shape
+    experts = gates.shape[-1]
+    picks, weights, places = assign(gates, chosen)
+    kept = places < capacity
+    slots = jnp.where(kept, picks * capacity + places, experts * capacity)  # the last: dropped
+    tokens = jnp.broadcast_to(jnp.arange(seq, dtype=jnp.int32)[:, None], (seq, chosen))
+
+    def tokens_of(slots: jax.Array) -> jax.Array:
+        return jnp.zeros(experts * capacity + 1, jnp.int32).at[slots.ravel()].set(tokens.ravel())
+
+    rows = take(x, jax.vmap(tokens_of)(slots)[:, :-1])
+    rows = jnp.moveaxis(rows.reshape(batch, experts, capacity, hidden), 1, 0)
+
+    def back(rows: jax.Array) -> jax.Array:
+        flat = jnp.moveaxis(rows, 0, 1).reshape(batch, experts * capacity, hidden)
+        shares = jnp.where(kept, weights, 0).astype(rows.dtype)
+        each = [
+            take(flat, jnp.where(kept, slots, 0)[:, :, c]) * shares[:, :, c, None]
+            for c in range(chosen)
+        ]
+        return sum(each[1:], each[0])
+
+    return rows, back
 
 
 class Experts(nn.Module):
@@ -95,7 +156,12 @@ class Experts(nn.Module):
             name="router",
         )
         gates = nn.softmax(router(x.astype(wide)))
-        dispatch, combine = (t.astype(c.dtype) for t in route(gates, c.chosen, capacity))
+        if c.routing == "permute":
+            rows, back = permute(x, gates, c.chosen, capacity)
+        else:
+            dispatch, combine = (t.astype(c.dtype) for t in route(gates, c.chosen, capacity))
+            rows = jnp.einsum("bsec,bsh->ebch", dispatch, x)
+            back = partial(jnp.einsum, "bsec,ebch->bsh", combine)
 
         def weight(name: str, rows: int, columns: int) -> jax.Array:
             found = self.param(name, llama.INIT, (c.experts, rows, columns), wide)
@@ -103,14 +169,13 @@ class Experts(nn.Module):
 
         gate, up = weight("gate", c.hidden, c.ffn), weight("up", c.hidden, c.ffn)
         down = weight("down", c.ffn, c.hidden)
-        rows = jnp.einsum("bsec,bsh->ebch", dispatch, x)
         inner = nn.silu(jnp.einsum("ebch,ehf->ebcf", rows, gate))
         inner = inner * jnp.einsum("ebch,ehf->ebcf", rows, up)
         rows = jnp.einsum("ebcf,efh->ebch", inner, down)
         # share of tokens whose first choice an expert is, times its mean probability: the same
         first = jax.nn.one_hot(gates.argmax(-1), c.experts, dtype=wide).mean((0, 1))
         balance = c.experts * jnp.sum(first * gates.mean((0, 1)))
-        return jnp.einsum("bsec,ebch->bsh", combine, rows), balance
+        return back(rows), balance
 
 
 class Block(nn.Module):
@@ -138,15 +203,16 @@ class MoE(nn.Module):
     def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         c = self.config
         wide = at_least_f32(c.dtype)
-        x = nn.Embed(
+        table = nn.Embed(
             c.vocab,
             c.hidden,
             dtype=c.dtype,
             param_dtype=wide,
             embedding_init=llama.INIT,
             name="embed",
-        )(tokens)
-        angles = llama.rotary_angles(tokens.shape[1], c.hidden // c.heads, c.theta, wide)
+        )
+        x = table(tokens)
+        angles = llama.rotary_angles(tokens.shape[1], c.head_size, c.theta, wide)
         block = nn.remat(Block, prevent_cse=not c.scan) if c.remat else Block
         if c.scan:
             block = nn.scan(
@@ -163,7 +229,8 @@ class MoE(nn.Module):
                 x, loss = block(c, name=f"layers_{i}")(x, angles)
                 losses.append(loss)
             balance = jnp.stack(losses)
-        logits = llama.dense_of(c)(c.vocab, name="head")(llama.norm_of(c)(name="norm")(x))
+        x = llama.norm_of(c)(name="norm")(x)
+        logits = table.attend(x) if c.tied else llama.dense_of(c)(c.vocab, name="head")(x)
         return logits, balance.mean()
 
 

@@ -27,9 +27,9 @@ class Workload:
 
     `step(state, batch) -> (state, metrics)` is for one device, to be jitted or planned.
     `init(rng) -> state` makes the real state and may be jitted.
-    `state` and `batch` are trees of `jax.ShapeDtypeStruct`; `batch` has "inputs", "targets", and
-    what else the model takes. `vocab` bounds the integers of a batch (0: the batch is of floats),
-    or those of each array by name.
+    `state` and `batch` are trees of `jax.ShapeDtypeStruct`; `batch` has "inputs", what else the
+    model takes, and "targets" if the loss has any. `vocab` bounds the integers of a batch (0: the
+    batch is of floats), or those of each array by name.
     """
 
     name: str
@@ -42,7 +42,8 @@ class Workload:
     @property
     def parameters(self) -> int:
         """How many numbers the model has."""
-        return sum(prod(leaf.shape) for leaf in jax.tree.leaves(self.state.params))
+        held = self.state.params, getattr(self.state, "frozen", {})
+        return sum(prod(leaf.shape) for leaf in jax.tree.leaves(held))
 
     def make_batch(self, seed: int = 0) -> dict[str, np.ndarray]:
         """A concrete random batch: uniform tokens below `vocab`, or standard normal floats."""
@@ -63,15 +64,22 @@ class StatefulTrainState(TrainState):
     variables: Mapping[str, Any]
 
 
+class FrozenTrainState(TrainState):
+    """A train state with parameters that are not trained: `params` and the optimizer lack them."""
+
+    frozen: Mapping[str, Any]
+
+
 def make_workload(
     name: str,
     model: Any,
-    loss: Callable[[Any, jax.Array], jax.Array],
+    loss: Callable[[Any, Any], jax.Array],
     batch: Mapping[str, jax.ShapeDtypeStruct],
     *,
     vocab: int | Mapping[str, int] = 0,
     rngs: tuple[str, ...] = (),
     mutable: tuple[str, ...] = (),
+    frozen: tuple[str, ...] = (),
     tx: optax.GradientTransformation | None = None,
 ) -> Workload:
     """The workload that trains `model` on `loss(outputs, targets)`; AdamW unless `tx` is given.
@@ -81,7 +89,10 @@ def make_workload(
     random streams that the forward pass draws from (such as "dropout"): their key is folded from
     the step counter, so that a step is a function of its arguments alone. `mutable` names the
     collections that the forward pass rewrites (such as "batch_stats"): they are part of the state.
+    `frozen` names submodules that are not trained; a model has these or mutable collections.
     """
+    if frozen and mutable:
+        raise ValueError(f"frozen {frozen} beside mutable {mutable}: only one of them is supported")
     tx = optax.adamw(3e-4) if tx is None else tx
     fed = tuple(key for key in batch if key != "targets")
 
@@ -89,6 +100,9 @@ def make_workload(
         examples = [jnp.zeros((1, *batch[key].shape[1:]), batch[key].dtype) for key in fed]
         made = model.init(rng, *examples)
         common = dict(apply_fn=model.apply, params=made["params"], tx=tx)
+        if frozen:
+            kept, common["params"] = _parted(made["params"], frozen)
+            return FrozenTrainState.create(**common, frozen=kept)
         if not mutable:
             return TrainState.create(**common)
         return StatefulTrainState.create(**common, variables={key: made[key] for key in mutable})
@@ -98,13 +112,14 @@ def make_workload(
         arrays = [batch[key] for key in fed]
 
         def objective(params: Any) -> jax.Array:
-            outputs = state.apply_fn({"params": params}, *arrays, rngs=streams)
-            return loss(outputs, batch["targets"])
+            whole = {**params, **state.frozen} if frozen else params
+            outputs = state.apply_fn({"params": whole}, *arrays, rngs=streams)
+            return loss(outputs, batch.get("targets"))
 
         def stateful(params: Any) -> tuple[jax.Array, Any]:
             collections = {"params": params, **state.variables}
             outputs, new = state.apply_fn(collections, *arrays, rngs=streams, mutable=mutable)
-            return loss(outputs, batch["targets"]), new
+            return loss(outputs, batch.get("targets")), new
 
         if not mutable:
             value, grads = jax.value_and_grad(objective)(state.params)
@@ -114,6 +129,12 @@ def make_workload(
 
     key = jax.eval_shape(jax.random.key, 0)
     return Workload(name, step, init, jax.eval_shape(init, key), dict(batch), vocab)
+
+
+def _parted(params: Mapping[str, Any], names: tuple[str, ...]) -> tuple[dict, dict]:
+    """(the submodules that are named, the others)."""
+    return ({k: v for k, v in params.items() if k in names},
+            {k: v for k, v in params.items() if k not in names})  # fmt: skip
 
 
 def token_batch(batch: int, seq: int) -> dict[str, jax.ShapeDtypeStruct]:

@@ -7,8 +7,8 @@ import pytest
 
 import jaxscaler as js
 from jaxscaler.cluster import Cluster
-from jaxscaler.coshard import batch_of
 from jaxscaler.graph.build import build
+from jaxscaler.loops import batch_of
 from jaxscaler.planner import plan_step
 from jaxscaler.rewrite.candidates import candidates
 from jaxscaler.rewrite.changes import Accumulate, CoShard, Segment, overlap
@@ -57,18 +57,6 @@ def test_less_memory(traced):
     assert (plain.changes, taken.changes) == ((), loops)
     activations = [dict(p.predicted.memory)["activation"] for p in (plain, taken)]
     assert activations[1] < 0.7 * activations[0]
-
-
-@pytest.mark.slow
-def test_found_where_memory_binds(traced):
-    cluster = Cluster.parse("v100-32:2")
-    loops = (Accumulate(0, 16, batch_of(build(traced), 0, traced.losses[0]), 2),)
-    peak = plan_step(traced, cluster, loops=loops).plan.predicted.peak_bytes
-    memory = 1.02 * peak / cluster.device.hbm_bytes
-    found = plan_step(traced, cluster, memory=memory, loops=True).plan
-    assert any(isinstance(c, Accumulate | CoShard) for c in found.changes)
-    assert any("loops over parts that were tried" in note for note in found.notes)
-    assert found.predicted.peak_bytes <= memory * cluster.device.hbm_bytes
 
 
 def test_same_numbers_on_eight_devices(tmp_path, devices):

@@ -206,3 +206,13 @@ def test_stacked_residuals_live_through_the_loop():
     assert residuals
     for v in residuals:
         assert alive[v][1] - alive[v][0] > 1
+
+
+def test_dead_code_is_no_op():
+    """The derivative of a maximum that is stopped: traced, and left out, as XLA does."""
+    x = jax.ShapeDtypeStruct((8, 16), "float32")
+    traced = trace(lambda x: jax.grad(lambda x: jnp.sum(jax.nn.softmax(x) ** 2))(x), x)
+    graph = build(traced)
+    read = {v for op in graph.ops for v in op.inputs} | set(graph.outputs)
+    assert all(any(v in read for v in op.outputs) for op in graph.ops)
+    assert sum(graph.kinds[op.kind].primitive == "reduce_max" for op in graph.ops) == 1

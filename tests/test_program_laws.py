@@ -30,7 +30,21 @@ from jaxscaler.cluster.cluster import Cluster
 from jaxscaler.program_text import dump_program, parse_program
 from jaxscaler.space.annotations import Author
 from jaxscaler.trace import trace
-from models import gpt, llama, mlp, moe, resnet
+from models import (
+    alphafold2,
+    clip,
+    dlrm,
+    gpt,
+    llama,
+    mlp,
+    moe,
+    resnet,
+    swin,
+    t5,
+    unet,
+    vit,
+    vlm,
+)
 
 ONE = Author((("device", 8),))  # that mesh alone
 TWO = Author((("a", 2), ("b", 4)))
@@ -51,6 +65,8 @@ WORKS = {
     "moe": lambda: moe.workload("tiny"),
     "resnet": lambda: resnet.workload("tiny", batch=16),
 }
+OTHERS = (alphafold2, clip, dlrm, swin, t5, unet, vit, vlm)
+EVERY = {**WORKS, **{module.__name__.split(".")[-1]: module.workload for module in OTHERS}}
 QUICK = ("mlp",)
 MODELS = [m if m in QUICK else pytest.param(m, marks=pytest.mark.slow) for m in WORKS]
 
@@ -67,9 +83,11 @@ def test_a_plan_as_constraints_is_that_plan(model):
             break
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model", [m if m in QUICK else pytest.param(m, marks=pytest.mark.slow) for m in EVERY]
+)
 def test_no_recipe_is_cheaper_than_the_search(model):
-    plan = searched(WORKS[model](), author=TWO)
+    plan = searched(EVERY[model](), author=TWO)
     compute = 0
     for name, recipe in recipes.RECIPES.items():
         session = replace(plan.session, program=tuple(recipe()))
@@ -80,7 +98,8 @@ def test_no_recipe_is_cheaper_than_the_search(model):
         except js.JaxscalerError:
             continue
         compute += 1
-        assert found.best.seconds >= plan.predicted.seconds * (1 - 1e-9), name
+        # costs are whole units, each node's and edge's rounded: of thousands, 1e-8 of the sum
+        assert found.best.seconds >= plan.predicted.seconds * (1 - 1e-7), name
     assert compute >= 5
 
 
@@ -321,7 +340,7 @@ class TestSubjects:
         (op_assign(values(), js.NOWHERE), "values are kept until"),
         (op_assign(values(), js.HOST), "in the memory of the device"),
         (op_assign(op_trans(region(), Split("batch"), 4), js.SAME_DEVICE), "one after another"),
-        (op_assign(ops(), js.Stage(1)), "no pipeline stages"),
+        (op_assign(ops(), js.Stage(1)), "stages are for micro_batches="),
         (forbid(op_trans(ops(), Split("batch"), hole("n", 1, 8))), "name the number"),
     ],
 )

@@ -19,7 +19,7 @@ from jaxscaler.lower.step import achieved
 from jaxscaler.program import ALL, Split, op_trans, values
 from jaxscaler.solve.problem import INFINITY
 from jaxscaler.solve.shared import Shared
-from models import dlrm, moe, resnet, unet, vit
+from models import alphafold2, clip, dlrm, moe, resnet, t5, unet, vit, vlm
 
 WORKLOADS = {
     "resnet": resnet.workload,
@@ -33,6 +33,12 @@ WORKLOADS = {
     "moe-scan-remat": partial(moe.workload, scan=True, remat=True),
     "dlrm": dlrm.workload,
     "dlrm-padded": partial(dlrm.workload, multiple=8),
+    "t5": partial(t5.workload, layers=1),
+    "t5-scan": partial(t5.workload, scan=True, gated=True, tied=False),
+    "clip": partial(clip.workload, vision=clip.Tower(1, 32, 4), text=clip.Tower(1, 16, 2)),
+    "vlm": partial(vlm.workload, layers=1, vision=clip.Tower(1, 16, 2)),
+    "alphafold2": partial(alphafold2.workload, blocks=1),
+    "alphafold2-scan": partial(alphafold2.workload, scan=True, remat=True, visits=3),
 }
 PLANS = {
     "data": recipes.data_parallel,
@@ -48,12 +54,17 @@ COMMON = ("squeezed", "zero3", "tensor")
 
 def cases():
     quick = [(m, p) for m in ("resnet", "vit", "unet", "moe", "dlrm") for p in COMMON]
+    quick.remove(("unet", "squeezed"))
     quick += [("moe", "expert"), ("depthwise", "zero3")]
+    quick += [("t5", "squeezed"), ("clip", "data"), ("vlm", "data"), ("alphafold2", "data")]
     slow = [
+        ("unet", "squeezed"),
         *[(m, "data") for m in WORKLOADS],
         *[(m, p) for m in ("resnext", "depthwise", "pooling", "unet-dropout") for p in COMMON],
         *[("moe-scan-remat", p) for p in ("tight", "zero3", "tensor", "stacked-expert")],
         ("dlrm-padded", "rows"),
+        *[(m, p) for m in ("t5", "t5-scan", "clip", "vlm", "alphafold2") for p in COMMON],
+        ("alphafold2-scan", "squeezed"),
         *[(m, f"random-{seed}") for m in WORKLOADS for seed in range(2)],
     ]
     # sorted by model: one reference is made, and kept, at a time

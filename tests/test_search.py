@@ -14,7 +14,7 @@ from jaxscaler import planner, search
 from jaxscaler.cluster.cluster import Cluster
 from jaxscaler.solve import INFINITY, evaluate, solve
 from jaxscaler.solve.shared import Shared, screen
-from jaxscaler.space.problem import tabulate
+from jaxscaler.space.price import tabulate
 from jaxscaler.trace import trace
 from models import gpt, mlp
 

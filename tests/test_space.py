@@ -24,6 +24,7 @@ from jaxscaler.space import problem as spaces
 from jaxscaler.space import strategies as st
 from jaxscaler.space.build import build_space
 from jaxscaler.space.nodes import Node, Port
+from jaxscaler.space.price import price
 from jaxscaler.trace import trace
 from models import gpt, llama, mlp
 
@@ -38,7 +39,7 @@ def model_of(step, *args, merge=True):
 def priced_on(model, cluster="cpu:8", mesh=-1, limit=None):
     cluster = Cluster.parse(cluster)
     mesh = candidate_meshes(cluster)[mesh]
-    return spaces.price(model, mesh, cluster.device, limit), cluster
+    return price(model, mesh, cluster.device, limit), cluster
 
 
 def test_strategies_are_all_divisible_assignments():

@@ -11,6 +11,7 @@ from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from jaxscaler.cluster.curves import Curve
 from jaxscaler.cluster.devices import Device, Fabric, find_device, known_kinds
 from jaxscaler.cluster.links import Link
 from jaxscaler.errors import ClusterError
@@ -56,7 +57,7 @@ class Cluster:
         return math.prod(level.size for level in self.levels)
 
     @staticmethod
-    def parse(text: str) -> Cluster:
+    def parse(text: str, profile: Any = None) -> Cluster:
         """The cluster that `text` names.
 
         - `h100:8`, `h100:8x4`: 8 devices per node, 4 nodes (levels `node`, `device`).
@@ -65,6 +66,8 @@ class Cluster:
           is two JAX devices (v3, v7x) there is also a level `core` of 2, innermost.
         - `cpu:8`: simulated host devices, to check that plans are right; their times mean nothing.
 
+        `profile`: a `Profile`, or the path of one, of what `jaxscaler calibrate` measured on such
+        devices: rates and links are taken from there.
         Raises ClusterError with what is wrong, where, and what may stand there.
         """
         match = re.fullmatch(r"\s*([^:\s]*)\s*(:?)\s*(.*?)\s*", text, re.DOTALL)
@@ -89,9 +92,14 @@ class Cluster:
         build = _torus if fabric.torus_rank else _nodes
         canonical = f"{device.name}:{'x'.join(map(str, sizes))}"
         try:
-            return Cluster(canonical, device, build(device, fabric, sizes))
+            found = Cluster(canonical, device, build(device, fabric, sizes))
         except ClusterError as e:
             raise _error(text, match.start(3), f"{e}; {_form(device, fabric)}") from None
+        if profile is None:
+            return found
+        from jaxscaler.cluster.profile import calibrated  # which knows clusters
+
+        return calibrated(found, profile)
 
     @staticmethod
     def local(devices: Sequence[Any] | None = None) -> Cluster:
@@ -131,7 +139,8 @@ class Cluster:
         link = { kind = "switch", bandwidth = 25e9, max_efficiency = 0.8, half_bytes = 4e6 }
         ```
 
-        Without `base` every field of `Device` but `devices_per_node` and `vendor` must be there.
+        Without `base` every field of `Device` but `devices_per_node`, `vendor` and `curves` must be
+        there.
         A level without `link` takes the link that the base device has there. Links have the fields
         of `Link`. Raises ClusterError naming the file and the field.
         """
@@ -144,7 +153,10 @@ class Cluster:
         """Plain data for JSON; `from_dict` reads it back."""
         data = asdict(self)
         data["device"]["peak_flops"] = dict(self.device.peak_flops)
-        data["levels"] = list(data["levels"])
+        data["device"]["curves"] = list(data["device"]["curves"])
+        if not self.device.curves:
+            del data["device"]["curves"]
+        data["levels"] = [{**level, "link": link_data(level["link"])} for level in data["levels"]]
         return data
 
     @staticmethod
@@ -158,11 +170,15 @@ class Cluster:
             defaults = _default_links(fabric)
             known = {f.name: getattr(base, f.name) for f in fields(Device)}
         else:
-            known = {"vendor": "", "devices_per_node": None}
+            known = {"vendor": "", "devices_per_node": None, "curves": ()}
         if "peak_flops" in raw:
             rates = _table("device.peak_flops", raw["peak_flops"])
             raw["peak_flops"] = tuple(
                 (k, _number(f"device.peak_flops.{k}", v)) for k, v in rates.items()
+            )
+        if "curves" in raw:
+            raw["curves"] = tuple(
+                curve_from(f"device.curves[{i}]", curve) for i, curve in enumerate(raw["curves"])
             )
         device = _make("device", Device, known | raw)
         if not isinstance(data["levels"], Sequence) or isinstance(data["levels"], str):
@@ -173,7 +189,7 @@ class Cluster:
             level = dict(_table(where, entry))
             _check_keys(where, level, ("name", "size", "link"), required=("name", "size"))
             if "link" in level:
-                link = _make(f"{where}.link", Link, _table(f"{where}.link", level["link"]))
+                link = link_from(f"{where}.link", level["link"])
             elif level["name"] in defaults:
                 link = defaults[level["name"]]
             else:
@@ -288,6 +304,32 @@ def _torus_dims(name: str, fabric: Fabric, groups: Mapping[int, list[Any]]) -> l
     if len(shapes) > 1:
         raise ClusterError(f"slices of {name} differ in shape: {sorted(shapes)}")
     return list(shapes.pop())
+
+
+def link_from(where: str, value: Any) -> Link:
+    """A link from plain data; errors name the field, which stands at `where`."""
+    data = dict(_table(where, value))
+    if "measured" in data:
+        kinds = _table(f"{where}.measured", data["measured"])
+        data["measured"] = tuple(
+            (kind, link_from(f"{where}.measured.{kind}", link)) for kind, link in kinds.items()
+        )
+    return _make(where, Link, data)
+
+
+def link_data(link: Mapping[str, Any]) -> dict[str, Any]:
+    """A link as plain data: the measured ones by name, and only where there are any."""
+    data = {key: value for key, value in link.items() if key != "measured"}
+    measured = {kind: link_data(one) for kind, one in link["measured"]}
+    return {**data, "measured": measured} if measured else data
+
+
+def curve_from(where: str, value: Any) -> Curve:
+    """A curve from plain data; errors name the field, which stands at `where`."""
+    data = dict(_table(where, value))
+    for key in ("sizes", "rates"):
+        data[key] = tuple(_number(f"{where}.{key}", x) for x in data.get(key, ()))
+    return _make(where, Curve, data)
 
 
 def _table(where: str, value: Any) -> Mapping[str, Any]:

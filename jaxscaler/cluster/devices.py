@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
+from jaxscaler.cluster.curves import Curve
 from jaxscaler.cluster.links import Link, known_link
 from jaxscaler.errors import ClusterError
 
@@ -45,7 +46,7 @@ class Device:
     f8 f64`. `achievable`: the part of it that the best measured matmul reaches. `hbm_bytes`: what
     a program can use. `hbm_bandwidth`, `host_bandwidth`: bytes/s, the latter one way between the
     device and its host. `devices_per_node`: JAX devices that share a host (on an NVL72, a switch);
-    None: as many as asked for.
+    None: as many as asked for. `curves`: how fast kernels were measured to run, where they were.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Device:
     hbm_bandwidth: float
     host_bandwidth: float
     devices_per_node: int | None = None
+    curves: tuple[Curve, ...] = ()
 
     def __post_init__(self) -> None:
         for field in ("hbm_bytes", "hbm_bandwidth", "host_bandwidth"):
@@ -114,6 +116,13 @@ class Fabric:
     max_chips: int | None = None
     chip_devices: int = 1
     chip: Link | None = None
+
+
+def rate_names(dtype: str) -> tuple[str, ...]:
+    """The names of the rates that a dtype may run at, its own first."""
+    name = _SPELLED.get(dtype, dtype)
+    name = "f8" if name.startswith(("float8", "f8")) else name
+    return tuple(dict.fromkeys((name, *_TRY.get(name, ()))))
 
 
 def _int(text: str) -> int | None:

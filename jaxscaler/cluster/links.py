@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 
@@ -12,6 +12,7 @@ import numpy as np
 from jaxscaler.errors import ClusterError
 
 KINDS = ("switch", "full_mesh", "torus", "network")
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute")
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class Link:
     collective. A message of s bytes gets
     `bandwidth * max_efficiency / (1 + (half_bytes / s) ** sharpness)`:
     half of the best at `half_bytes`. `all_reduce_gain` is how much faster than a ring an all-reduce
-    is where the switch itself adds (NVLS).
+    is where the switch itself adds (NVLS). `measured`: the link as single kinds of collective
+    (`COLLECTIVES`) were measured to find it, by `jaxscaler calibrate`.
     """
 
     kind: str
@@ -40,6 +42,7 @@ class Link:
     sharpness: float = 1.0
     all_reduce_gain: float = 1.0
     wrap: bool = False
+    measured: tuple[tuple[str, Link], ...] = ()
 
     def __post_init__(self) -> None:
         rules = (
@@ -59,6 +62,21 @@ class Link:
                 raise ClusterError(
                     f"link: `{field}` must be {rule}; it is {getattr(self, field)!r}"
                 )
+        unknown = [kind for kind, _ in self.measured if kind not in COLLECTIVES]
+        if unknown:
+            raise ClusterError(
+                f"link: `measured` is by kind of collective ({', '.join(COLLECTIVES)}); "
+                f"it has {', '.join(map(str, unknown))}"
+            )
+
+    def of(self, collective: str) -> Link:
+        """The link as one kind of collective finds it."""
+        return dict(self.measured).get(collective, self)
+
+    def faster(self, factor: float) -> Link:
+        """The same at `factor` times the bandwidth."""
+        measured = tuple((kind, link.faster(factor)) for kind, link in self.measured)
+        return replace(self, bandwidth=self.bandwidth * factor, measured=measured)
 
     def efficiency(self, nbytes: np.ndarray | float) -> np.ndarray:
         """Fraction of `bandwidth` that messages of `nbytes` > 0 bytes get."""

@@ -4,7 +4,8 @@ A ring of n devices moves (n-1)/n of the full bytes past each of them for an all
 reduce-scatter, and twice that for an all-reduce; an all-to-all sends (n-1)/n of what a device holds
 (Thakur, Rabenseifner and Gropp, 2005; also the scaling book for TPU). To that comes a delay per
 hop: log2(n) of them on switches and networks, where trees are used, and half the ring, or the whole
-line, on a torus. Rates depend on the message size by `Link.efficiency`.
+line, on a torus. Rates depend on the message size by `Link.efficiency`. Where a link was measured
+(`Link.measured`), each kind of collective has its own latency and rate, in the same formulas.
 
 An axis of several parts (or axes joined by `join_axes`) is one pipelined collective: an inner part
 handles the full bytes, each outer one those divided by the sizes inside it, and the slowest part
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 
@@ -107,7 +108,7 @@ def _terms(kind: str, axis: Axis) -> tuple[float, tuple[tuple[float, float, Link
     if kind not in KINDS:
         raise ClusterError(f"unknown collective {kind!r}; known: {', '.join(KINDS)}")
     units, inside = [], 1
-    parts = [part for part in axis.parts if part.size > 1]
+    parts = [_seen_by(kind, part) for part in axis.parts if part.size > 1]
     runs = groupby(enumerate(parts), lambda item: -1 if _torus(item[1]) else item[0])
     for run in reversed([tuple(part for _, part in items) for _, items in runs]):
         units.append(_Unit(run, inside))
@@ -116,6 +117,11 @@ def _terms(kind: str, axis: Axis) -> tuple[float, tuple[tuple[float, float, Link
     fixed = max((part.link.launch for part in parts), default=0.0)
     fixed += sum(delay for (delay, _, _), _ in priced)
     return fixed, tuple((seconds, share, link) for (_, seconds, share), link in priced)
+
+
+def _seen_by(kind: str, part: Part) -> Part:
+    link = part.level.link.of(kind)
+    return part if link is part.level.link else replace(part, level=replace(part.level, link=link))
 
 
 def _torus(part: Part) -> bool:
@@ -136,3 +142,14 @@ def collective_time(kind: str, axis: Axis, nbytes: np.ndarray | float) -> np.nda
     for seconds, share, link in terms:
         moved = np.maximum(moved, seconds * some / link.efficiency(share * some))
     return np.where(nbytes > 0, fixed + moved, 0.0)
+
+
+def unit_times(kind: str, axis: Axis) -> tuple[float, float]:
+    """(a, b) of a collective on an axis of one part, at full efficiency: its seconds are
+    launch + a * latency + b * bytes / bandwidth.
+    """
+    (part,) = axis.parts
+    unit = Link(part.level.link.kind, 1.0, latency=1.0, wrap=part.level.link.wrap)
+    of_unit = replace(part, level=replace(part.level, link=unit))
+    fixed, ((seconds, _, _),) = _terms(kind, Axis(axis.name, (of_unit,)))
+    return fixed, seconds

@@ -16,13 +16,24 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxscaler.cost.deep import Deep
-from jaxscaler.cost.schedule import Schedule, schedule
+from jaxscaler.cost.schedule import BEFORE, BESIDE, REDUCTION, Schedule, schedule
+from jaxscaler.cost.softmax import Softmaxes, softmaxes
 from jaxscaler.graph.fold import Folded
-from jaxscaler.graph.ir import CARRY, JOIN, SLICE, STACK, Loop, OpGraph
+from jaxscaler.graph.ir import (
+    CARRY,
+    FROM_HOST,
+    JOIN,
+    SLICE,
+    STACK,
+    UPDATE,
+    Loop,
+    OpGraph,
+)
 
 # Kernels that take fused producers: they read a value without its having a buffer.
 FUSING_READERS = ("reduce_", "arg", "cum", SLICE, STACK, JOIN)
 WRITES_INTO = ("scatter", "dynamic_update_slice", CARRY)  # into the first operand, where it dies
+NO_SOFTMAX = Softmaxes(frozenset(), frozenset(), frozenset())
 LOOKS = 64  # fused values that are looked through for the buffers behind them
 WIDE = {"bfloat16": 2.0, "float16": 2.0}  # bytes of f32 over those of the dtype
 
@@ -30,34 +41,58 @@ WIDE = {"bfloat16": 2.0, "float16": 2.0}  # bytes of f32 over those of the dtype
 class Rules(NamedTuple):
     """What a compiler does with buffers."""
 
-    stored: frozenset[str]  # elementwise results that are stored when several ops read them
+    stored: frozenset[str]  # results of fused ops that are stored when several ops read them
+    late: str | None  # where what only the update reads runs (cost/schedule.py); None: in order
+    overwrites: bool  # elementwise kernels write over an operand of as many bytes that dies there
     rows: bool  # a softmax over rows is one kernel: it writes over nothing, nor is it transposed
-    late: bool  # what only the update reads runs late (cost/schedule.py)
+    shifted: bool  # what a softmax between two products keeps is that of cost/softmax.py
+    twice: bool  # … and the softmax too
+    turned: bool  # state is copied into the layout of its gradients, in steps with recomputation
     products_fuse: bool  # dots and convolutions compute elementwise operands themselves
     unfused: frozenset[str]  # … unless they are one of these
     tile: tuple[int, int]  # arguments are padded to it
+    recomputed: float  # heap over what `heap_size` packs, of a step with recomputation
 
 
-# Seen in buffer assignments of XLA as of jax 0.10.2 (GPU: of H100; TPU: memory_analysis of v5e):
-# stored: gelu's tanh is an output of the kernel that applies it, and read in the backward pass.
-# rows: four S x S of one attention layer are live at once; f32 copies of transposed gradients.
-# late: weight gradients of all layers run after the backward pass, or beside its collectives.
+# Seen in buffer assignments of XLA as of jax 0.10.2 and libtpu 0.0.52, of H100, v5e and v5p:
+# stored: on GPUs gelu's tanh is an output of the kernel that applies it, and read in the backward
+#   pass; on TPUs rows that are looked up in a table.
+# late: weight gradients run after the backward pass, or where collectives want to be hidden, or,
+#   on v5e, before the next segment that is computed again; on v5p nearly in order.
+# overwrites: of four S x S tensors in the backward pass of attention on TPUs none takes another's
+#   place.
+# rows: the same on GPUs, and copies in f32 of gradients that are transposed.
+# shifted, twice: cost/softmax.py; what v5e computes for the second product, v5p stores.
+# turned: on v5p matrices whose gradients come out transposed and whole lie in that layout too, with
+#   their optimizer's state, from the start of a step with recomputation to its end.
 # products_fuse: casts, masks and activations are computed as the matrix unit reads them; chains
-#   with an exponential or a division are not.
+#   with an exponential or a division are not, nor, on v5p, gelu's tanh.
 # tile: arguments are laid out in (8, 128) tiles of the two dims that lose least; temporaries too,
 #   with little loss.
+# recomputed: buffers of many sizes come and go there. Chosen looking at H100 cells, not measured
+#   for itself: GPT under ZeRO-3, the lowest, stands at -10.6 % without it and at -9.0 % with it.
+COSTLY = frozenset({"exp", "exp2", "div", "logistic"})
 RULES = {
-    "NVIDIA": Rules(frozenset({"tanh", "erf"}), True, True, False, frozenset(), (1, 1)),
-    "Google": Rules(
-        frozenset(), False, False, True, frozenset({"exp", "exp2", "div", "logistic"}), (8, 128)
+    "NVIDIA": Rules(
+        stored=frozenset({"tanh", "erf"}), late=BESIDE, overwrites=True, rows=True,
+        shifted=False, twice=False, turned=False, products_fuse=False, unfused=frozenset(),
+        tile=(1, 1), recomputed=1.02,
     ),
-}
+    "Google": Rules(
+        stored=frozenset({"gather"}), late=BEFORE, overwrites=False, rows=False,
+        shifted=True, twice=False, turned=False, products_fuse=True, unfused=COSTLY,
+        tile=(8, 128), recomputed=1.0,
+    ),
+}  # fmt: skip
+RULES["v5p"] = RULES["Google"]._replace(
+    late=None, twice=True, turned=True, unfused=COSTLY | {"tanh"}
+)
 RULES["AMD"] = RULES["NVIDIA"]  # the same compiler; not measured
 
 
-def rules_for(vendor: str) -> Rules:
-    """The rules of a device vendor's compiler; those of NVIDIA for one without."""
-    return RULES.get(vendor, RULES["NVIDIA"])
+def rules_for(vendor: str, name: str = "") -> Rules:
+    """The rules of a device's compiler: by its name, else its vendor; NVIDIA's for others."""
+    return RULES.get(name) or RULES.get(vendor, RULES["NVIDIA"])
 
 
 class Buffers(NamedTuple):
@@ -90,7 +125,7 @@ def live_buffers(graph: OpGraph, folded: Folded, rules: Rules = RULES["NVIDIA"])
     or shrinks by the same amount, so the largest is at the first or the last of them. Ops run in
     program order: what a compiler runs later depends on the plan (`buffers` of its device graph).
     """
-    values, share, lo, hi = buffers(graph, rules._replace(late=False))
+    values, share, lo, hi = buffers(graph, rules._replace(late=None))
     if len(values) == 0:
         return Lives(values, lo, hi, np.zeros(1, np.int64), share)
     moments = _maximal(lo, hi)
@@ -135,13 +170,14 @@ class _Ranges:
         self.enclosing = enclosing(graph)
         *in_order, self.after = range(len(graph.ops) + 1) if deep is None else deep.base.tolist()
         if rules.late:
-            found = schedule(graph, self.fusable, self.heavy, self.enclosing, deep)
+            found = schedule(graph, self.fusable, self.heavy, self.enclosing, rules.late, deep)
         else:
             found = Schedule(in_order, frozenset(), {})
         self.place, self.kept, self.waits = found
         self.start = np.maximum(graph.makers[:, 0], 0).tolist()
         self.end = [0] * len(graph.values)
         self.has = bytearray(len(graph.values))
+        self.softmaxes = softmaxes(graph, self.fusable, self.heavy) if rules.shifted else NO_SOFTMAX
         self.costly = self.costly_values()
         self.extra: list[tuple[int, float, int, int]] = []  # (value, share, lo, hi)
 
@@ -151,6 +187,8 @@ class _Ranges:
         self.take_over()
         if self.rules.rows:
             self.transposed_rows()
+        if self.rules.turned and any(region.what == "remat" for region in self.graph.regions):
+            self.extra.extend((v, 1.0, 0, self.after) for v in turned_state(self.graph))
         found = [(v, 1.0, self.start[v], self.end[v]) for v in np.flatnonzero(self.has).tolist()]
         found = [b for b in (*self.extra, *found) if b[3] >= b[2]]
         value, share, lo, hi = zip(*found) if found else ((), (), (), ())
@@ -162,13 +200,15 @@ class _Ranges:
         """Whether a fused value's chain back to buffers has an op that products do not compute."""
         costly = bytearray(len(self.graph.values))
         if self.rules.products_fuse:
+            shifted, _, made = self.softmaxes
+            cheap = shifted if self.rules.twice else shifted | made
             for op in self.graph.ops:
                 if self.fusable[op.kind]:
                     found = self.primitive[op.kind] in self.rules.unfused
                     found = found or any(costly[v] for v in op.inputs if v >= 0)
                     for v in op.outputs:
                         if v >= 0:
-                            costly[v] = found
+                            costly[v] = found and v not in cheap
         return costly
 
     def begin(self) -> None:
@@ -202,9 +242,14 @@ class _Ranges:
                     or not self.fusable[k]
                     or v in self.kept
                     or (stored and readers[v] > 1)
+                    or v in self.softmaxes.shifted
                 ):
-                    has[v] = 1
+                    has[v] = v not in self.softmaxes.products
             at = self.place[op.id]
+            if name == FROM_HOST:  # what went there has been in memory once
+                needed[op.inputs[0]] = 1
+                end[op.inputs[0]] = max(end[op.inputs[0]], start[op.inputs[0]])
+                continue
             if self.fusable[k] and not any(has[v] for v in results):  # read when its readers run
                 at = max((end[v] for v in results), default=at)
             into = self.scattered(op)
@@ -250,7 +295,8 @@ class _Ranges:
         for op in graph.ops:
             made = [v for v in op.outputs if v >= 0 and has[v]]
             into = self.primitive[op.kind].startswith(WRITES_INTO)
-            if not made or not (into or self.elementwise[op.kind]):
+            over = self.rules.overwrites and self.elementwise[op.kind]
+            if not made or not (into or over):
                 continue
             behind, rows = self.behind(op.inputs[:1] if into else op.inputs)
             whole = set()  # operands that a row reduction of the same kernel reads too
@@ -344,6 +390,32 @@ class _Ranges:
 
     def nbytes(self, v: int) -> float:
         return self.count(v) / WIDE.get(self.graph.values[v].dtype, 1.0)
+
+
+def turned_state(graph: OpGraph) -> set[int]:
+    """Matrices among the arguments that are updated with a product's transposed result."""
+    count = [prod(value.shape) for value in graph.values]
+    straight, turned = set[int](), set[int]()  # results of products, and those transposed
+    state = {v: v for v in graph.inputs}  # arguments, and what is computed from one alone
+    found = set[int]()
+    for op in graph.ops:
+        kind = graph.kinds[op.kind]
+        heavy = "heavy" in kind.traits
+        moved = heavy or kind.primitive == REDUCTION or "fusable" in kind.traits
+        for v in op.outputs if moved else ():
+            same = [u for u in op.inputs if u >= 0 and v >= 0 and count[u] == count[v]]
+            if heavy:
+                straight.add(v)
+            elif turned.intersection(same) or straight.intersection(same):
+                now = bool(turned.intersection(same))
+                if kind.primitive == "transpose" and len(graph.values[v].shape) == 2:
+                    now = not now
+                (turned if now else straight).add(v)
+                if now and op.phase == UPDATE:
+                    found.update(state[u] for u in same if u in state)
+            elif len(same) == 1 and same[0] in state and op.phase == UPDATE:
+                state[v] = state[same[0]]
+    return found
 
 
 def enclosing(graph: OpGraph) -> list[tuple[Loop, ...]]:

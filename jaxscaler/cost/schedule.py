@@ -4,11 +4,13 @@ XLA's latency-hiding scheduler goes through a program from its end, and puts wha
 as late as it can: a weight gradient's product runs after the whole backward pass, or beside one of
 its collectives, the last ones first; its operands live until then. Seen in schedules of H100
 programs (jax 0.10.2): all of them at the end with data parallelism, about one layer late with
-ZeRO-3, all in the last layer with tensor parallelism.
+ZeRO-3, all in the last layer with tensor parallelism. None runs behind a barrier that wants its
+result (rewrite/early.py).
 """
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from math import prod
@@ -22,8 +24,13 @@ from jaxscaler.graph.ir import BACKWARD, SLICE, UPDATE, Loop, Op, OpGraph
 # Ops of the graph that one device runs (lower/device.py): a layout change with, without traffic.
 GATHER, REDUCTION, CUT = "all_gather", "reduction", "cut"
 SMALL = 1 << 17  # elements of a collective that hides nothing
-# Products that run beside a gather of state, beside another collective.
-BESIDE_STATE, BESIDE = 2, 4
+# Where late products run: some beside each collective, the last ones first; or all of them before
+# the next segment that is computed again.
+BESIDE, BEFORE = "beside", "before"
+OF_STATE, OF_OTHERS = 2, 4  # products that run beside a gather of state, beside another collective
+OPEN = (
+    12  # … that run beside the gathers of state behind them; else 24 layers would be 8 layers late
+)
 
 
 class Schedule(NamedTuple):
@@ -43,18 +50,31 @@ def schedule(
     fusable: Sequence[bool],
     heavy: Sequence[bool],
     enclosing: Sequence[tuple[Loop, ...]],
+    how: str,
     deep: Deep | None = None,
 ) -> Schedule:
-    """When each op of a device's graph runs. `fusable`, `heavy`: by kind."""
-    return _Scheduler(graph, fusable, heavy, enclosing, deep).run()
+    """When each op of a device's graph runs. `fusable`, `heavy`: by kind; `how`: BESIDE, BEFORE."""
+    return _Scheduler(graph, fusable, heavy, enclosing, how, deep).run()
 
 
 class _Scheduler:
-    def __init__(self, graph, fusable, heavy, enclosing, deep):
+    def __init__(self, graph, fusable, heavy, enclosing, how, deep):
         self.graph, self.fusable, self.heavy, self.enclosing = graph, fusable, heavy, enclosing
         self.primitive = [kind.primitive for kind in graph.kinds]
+        self.matters = [  # products, sums, and where a layout changes with traffic: by kind
+            h or n in (GATHER, REDUCTION) or n.startswith("reduce_")
+            for h, n in zip(heavy, self.primitive)
+        ]
         self.maker = graph.makers[:, 0].tolist()
-        self.deep = deep
+        self.deep, self.how = deep, how
+        self.segment = [-1] * len(graph.ops)  # that is computed again
+        for n, (what, first, end) in enumerate(graph.regions):
+            if what == "remat":
+                self.segment[first : end + 1] = [n] * (end + 1 - first)
+        self.begins: dict[Loop | None, list[tuple[tuple[int, int], int]]] = defaultdict(list)
+        self.free: dict[Loop | None, dict[int, deque[int]]] = defaultdict(
+            lambda: {OF_STATE: deque(maxlen=OPEN), OF_OTHERS: deque()}
+        )
         self.base = list(range(len(graph.ops) + 1)) if deep is None else deep.base.tolist()
         self.place = self.base[:-1]
         self.late: dict[int, int] = {}
@@ -76,9 +96,9 @@ class _Scheduler:
 
     def products(self) -> None:
         """Place products, and reductions, of the backward pass that lead to no other product."""
-        graph, feeds, awaited = self.graph, self.feeds(), self.awaited()
+        feeds, awaited = self.feeds(), self.awaited()
+        due = self.due()
         convolves = "conv_general_dilated" in self.primitive  # its norms' sums are not late
-        beside: dict[Loop | None, deque[int]] = defaultdict(deque)  # where late products may run
         last: dict[Loop | None, int] = {}  # where the backward pass, or a loop, ends
         merged, alike, late = False, set[tuple[int, int]](), 0
         for op, layer, at in self.backwards():
@@ -96,23 +116,44 @@ class _Scheduler:
                 merged = False
             if op.phase != BACKWARD:
                 continue
+            segment = (self.segment[op.id], layer)
+            if self.matters[op.kind] and segment[0] >= 0:
+                begins = self.begins[loop]
+                if begins and begins[-1][0] == segment:
+                    begins.pop()
+                begins.append((segment, at))
             if name in (GATHER, REDUCTION) and on:
-                large = prod(graph.values[op.outputs[0]].shape) > SMALL
-                outside = loop is None and graph.loops and name != GATHER  # of the loops
-                if large and not merged and not outside:
-                    room = BESIDE_STATE if self.of_state(op.inputs[0]) else BESIDE
-                    beside[loop].extend([at] * room)
+                room = 0 if merged or self.how == BEFORE else self.room(op, loop)
+                if room:
+                    self.free[loop][room].extend([at] * room)
                     merged = True  # neighbours run as one
             elif self.heavy[op.kind] and not on:
                 operands = {(v, layer) for v in op.inputs}
                 if alike.isdisjoint(operands):  # products of one operand run as one
-                    free = beside[loop]
-                    alike, late = operands, free.popleft() if free else last.get(loop, at)
-                self.wait(op.id, at, late)
+                    found = self.place_for(loop, segment)
+                    alike, late = operands, last.get(loop, at) if found is None else found
+                self.wait(op.id, at, min(late, due[op.outputs[0]]))
             elif name.startswith("reduce_") and not on and not convolves:
-                self.wait(op.id, at, late)
+                self.wait(op.id, at, min(late, due[op.outputs[0]]))
                 if late > at and not awaited[op.inputs[0]]:
                     self.kept.add(op.inputs[0])
+
+    def room(self, op: Op, loop: Loop | None) -> int:
+        """How many late products a collective hides behind."""
+        outside = loop is None and self.graph.loops  # of the loops
+        if outside and self.primitive[op.kind] != GATHER:
+            return 0
+        if prod(self.graph.values[op.outputs[0]].shape) <= SMALL:
+            return 0
+        return OF_STATE if self.of_state(op.inputs[0]) else OF_OTHERS
+
+    def place_for(self, loop: Loop | None, mine: tuple[int, int]) -> int | None:
+        """When the last product runs of those that were not yet placed; None: after all else."""
+        if self.how == BEFORE:
+            begins = self.begins[loop]
+            return next((at for segment, at in reversed(begins) if segment != mine), None)
+        free = [queue for queue in self.free[loop].values() if queue]
+        return max(free, key=lambda queue: queue[0]).popleft() if free else None
 
     def wait(self, o: int, at: int, until: int) -> None:
         if self.deep is None:
@@ -126,10 +167,7 @@ class _Scheduler:
         if self.deep is None:
             yield from ((op, 0, op.id) for op in reversed(self.graph.ops))
             return
-        names = self.primitive
-        plain = [not h and n not in (GATHER, REDUCTION) and not n.startswith("reduce_")
-                 for h, n in zip(self.heavy, names)]  # fmt: skip
-        found = [op.id for op in self.graph.ops if op.phase != UPDATE and not plain[op.kind]]
+        found = [op.id for op in self.graph.ops if op.phase != UPDATE and self.matters[op.kind]]
         ops = np.array(sorted({*found, max(self.deep.cut - 1, 0)}), np.int64)
         index, layer = self.deep.copies(ops)
         ops = ops[index]
@@ -165,6 +203,22 @@ class _Scheduler:
                         if v >= 0:
                             feeds[v] = 1
         return feeds
+
+    def due(self) -> list[int]:
+        """Per value: the op before which a barrier wants it, or what is computed from it."""
+        graph = self.graph
+        found = [sys.maxsize] * len(graph.values)
+        for barrier in graph.barriers:
+            for v in barrier.values:
+                found[v] = min(found[v], barrier.at - 1)
+        if graph.barriers:
+            for op in reversed(graph.ops):
+                soonest = min((found[v] for v in op.outputs if v >= 0), default=sys.maxsize)
+                if soonest > op.id:
+                    for v in op.inputs:
+                        if v >= 0:
+                            found[v] = min(found[v], soonest)
+        return found
 
     def of_state(self, v: int) -> bool:
         """Whether a value is an argument, a loop's slice of one, or a cast of those."""

@@ -23,9 +23,11 @@ from jaxscaler.graph.ir import (
     CONSTANT,
     DONATED,
     FORWARD,
+    FROM_HOST,
     FROZEN,
     GRADIENT,
     JOIN,
+    MARKERS,
     OPTIMIZER,
     OUTPUT,
     PARAMETER,
@@ -35,6 +37,7 @@ from jaxscaler.graph.ir import (
     STACK,
     UPDATE,
     Annotation,
+    Barrier,
     Factor,
     Kind,
     Loop,
@@ -45,7 +48,7 @@ from jaxscaler.graph.ir import (
     Rule,
     Value,
 )
-from jaxscaler.graph.origin import AGAIN, read_origin
+from jaxscaler.graph.origin import AGAIN, EARLY, read_origin
 from jaxscaler.trace import Traced
 
 LITERAL = -1
@@ -69,7 +72,7 @@ def marker_rule(primitive: str, shape: tuple[int, ...], operands: int) -> Rule:
     """Rule of a marker whose unstacked value has `shape` ([L, ...] for the stacked side)."""
     dims = tuple((d,) for d in range(len(shape)))
     factors = tuple(Factor(n, PASS) for n in shape)
-    if primitive in (CARRY, JOIN):
+    if primitive in (CARRY, JOIN, FROM_HOST):
         return Rule(factors, (dims,) * operands, (dims,))
     trips = Factor(shape[0], FROZEN)  # the loop runs over it: every device needs every iteration
     factors = (trips, *factors[1:])
@@ -90,6 +93,7 @@ class _Builder:
     loops: list[Loop] = field(default_factory=list)
     regions: list[Region] = field(default_factory=list)
     annotations: list[Annotation] = field(default_factory=list)
+    barriers: list[Barrier] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     kind_of: dict = field(default_factory=dict)  # signature -> index
     kind_list: list = field(default_factory=list)  # (eqn | None, Kind with rule pending)
@@ -119,6 +123,7 @@ class _Builder:
         structured: dict[str, Callable[..., list[int]]] = dict.fromkeys(_compat.CALLS, self.call)
         structured.update({"scan": self.scan, "while": self.while_loop, "cond": self.cond})
         structured.update({"name": self.handed_on, "reduce_precision": self.handed_on})
+        structured.update({"optimization_barrier": self.barrier, "device_put": self.transfer})
         for i, eqn in enumerate(jaxpr.eqns):
             operands = [LITERAL if isinstance(a, literal) else env[a] for a in eqn.invars]
             append = structured.get(eqn.primitive.name, self.equation)
@@ -145,6 +150,23 @@ class _Builder:
         if spot[2] is not None and _compat.changes_nothing(eqn):
             return operands
         return self.equation(eqn, operands, key, repeat, spot)
+
+    def barrier(self, eqn, operands, key, repeat, spot) -> list[int]:
+        """One of this package's is no op: of its many operands it only says when they are there."""
+        if EARLY not in spot[0].split("/"):
+            return self.equation(eqn, operands, key, repeat, spot)
+        self.barriers.append(Barrier(len(self.ops), key, tuple(operands)))
+        return operands
+
+    def transfer(self, eqn, operands, key, repeat, spot) -> list[int]:
+        """What lies on the host is the value that went there, until it comes back."""
+        (var,), (made,) = eqn.invars, eqn.outvars
+        if _compat.on_host(made):
+            return operands
+        if not _compat.on_host(var):
+            return self.equation(eqn, operands, key, repeat, spot)
+        shape = tuple(made.aval.shape)
+        return [self.marker(FROM_HOST, operands, made.aval, shape, key, repeat, spot, ())]
 
     def equation(self, eqn, operands, key, repeat, spot) -> list[int]:
         kind = self.kind(eqn)
@@ -175,7 +197,7 @@ class _Builder:
             self.kind_of[signature] = len(self.kind_list)
             kind = Kind(primitive, (inside,) * len(operands), (dtype,) * len(operands), (outside,),
                         (dtype,), marker_rule(primitive, stacked, len(operands)), 0.0,
-                        frozenset({"marker"}))  # fmt: skip
+                        frozenset({"marker"} if primitive in MARKERS else ()))  # fmt: skip
             self.kind_list.append((None, kind))
         scope, phase, origin = where
         result = self.new_value(aval, "")
@@ -329,7 +351,7 @@ class _Builder:
             outputs=tuple(self.outputs), output_paths=tuple(self.traced.out_paths), state=state,
             constants=tuple(self.constants), loops=tuple(self.loops),
             regions=tuple(self.regions), annotations=tuple(self.annotations),
-            notes=tuple(self.notes),
+            barriers=tuple(self.barriers), notes=tuple(self.notes),
         )  # fmt: skip
 
 
@@ -340,7 +362,7 @@ def _kind_of_equation(eqn, rule: Rule) -> Kind:
         said = kernel.count(kernel.flops, eqn)
         flops = flops if said is None else said
         nbytes = kernel.count(kernel.nbytes, eqn)
-    if kernel is not None or eqn.primitive.name == "pallas_call":
+    if kernel is not None or eqn.primitive.name in ("pallas_call", _compat.SHIFT):
         traits |= {"manual"}
     return Kind(
         eqn.primitive.name,

@@ -14,7 +14,7 @@ from typing import Any
 from jaxscaler import _compat
 from jaxscaler.graph import kinds
 from jaxscaler.graph.denied import freeze
-from jaxscaler.graph.ir import FROZEN, PASS, REDUCE, Factor, Rule
+from jaxscaler.graph.ir import FROZEN, PASS, REDUCE, SHIFT, Factor, Rule
 
 Label = Hashable  # names a factor while a rule is written; None: a FROZEN factor of its own
 Dim = Label | list[tuple[str, int]]  # a list: a compound dim of (label, size), major first
@@ -230,6 +230,12 @@ def custom_partitioning(eqn: Any) -> Rule:
     return from_sharding_rule(eqn, rule)
 
 
+def ring_shift(eqn: Any) -> Rule:
+    """Every device hands the edge of its block of the dim to the next one."""
+    dims = range(len(eqn.invars[0].aval.shape))
+    return write(eqn, [dims], [dims], {eqn.params["dim"]: (PASS, SHIFT)})
+
+
 def from_sharding_rule(eqn: Any, rule: Any) -> Rule:
     """The `Rule` of a parsed JAX sharding rule (`SdyShardingRule`, "i k, k j -> i j")."""
     ins, outs = shapes_of(eqn.invars), shapes_of(eqn.outvars)
@@ -301,6 +307,7 @@ HAND: dict[str, Callable[..., Rule]] = {
     "custom_partitioning": custom_partitioning,
     "dot_product_attention_fwd_wrapper": fused_attention,
     "dot_product_attention_bwd_wrapper": fused_attention,
+    _compat.SHIFT: ring_shift,
 }
 
 

@@ -30,18 +30,23 @@ STATE_ROLES = (PARAMETER, OPTIMIZER)
 #   branch_join  (result of each branch, ...) -> result
 CARRY, SLICE, STACK, JOIN = "loop_carry", "loop_slice", "loop_stack", "branch_join"
 MARKERS = (CARRY, SLICE, STACK, JOIN)
+# A value comes back from the memory of the host. It is the value that went there, which needs no op
+# of its own; reading it so does not keep it in the memory of the device.
+FROM_HOST = "from_host"
 
 # Kinds of a factor.
 PASS = "pass"  # a split passes through: every tensor that has the factor is cut
 REDUCE = "reduce"  # contracted: results are partial values, combined by `Factor.combiner`
 FROZEN = "frozen"  # must not be split (sort axis, halo, scan axis, miscompiled …)
+SHIFT = "shift"  # as the combiner of a PASS factor: every device hands an element to the next
 
 
 class Factor(NamedTuple):
     """One named loop of an op: `size` iterations, of one `kind`.
 
     `combiner` is how partial results of a split REDUCE factor combine: "sum" (may be deferred
-    through linear ops), or "max", "min", "and", "or", "other" (must be combined at once).
+    through linear ops), or "max", "min", "and", "or", "other" (must be combined at once). A PASS
+    factor may say SHIFT.
     `together`: either every mesh axis cuts it or none, as the compiler does badly with some.
     """
 
@@ -146,6 +151,17 @@ class Region(NamedTuple):
     last: int
 
 
+class Barrier(NamedTuple):
+    """No op from `at` (id) on runs before `values` are there (rewrite/early.py); `key`: as of ops.
+
+    An equation, but no op: what reads its results reads `values`.
+    """
+
+    at: int
+    key: tuple[int, ...]
+    values: tuple[int, ...]
+
+
 class Annotation(NamedTuple):
     """The step's author says where a value lies: per dim the axes that cut it, None where open.
 
@@ -173,6 +189,7 @@ class OpGraph:
     loops: tuple[Loop, ...] = ()
     regions: tuple[Region, ...] = ()
     annotations: tuple[Annotation, ...] = ()
+    barriers: tuple[Barrier, ...] = ()
     notes: tuple[str, ...] = field(default=())  # what a user should know (unknown ops, …)
 
     @cached_property

@@ -49,8 +49,8 @@ OPAQUE = names(
 MOVES = names(
     "all_gather all_to_all bitcast_convert_type broadcast_in_dim concatenate copy copy_p "
     "dynamic_slice dynamic_update_slice empty2 expand_dims gather iota name pad ppermute "
-    "random_clone random_unwrap random_wrap reshape rev scatter slice split squeeze stop_gradient "
-    "transpose"
+    "random_clone random_unwrap random_wrap reshape rev ring_shift scatter slice split squeeze "
+    "stop_gradient transpose"
 ) | (IDENTITY - {"stop_gradient"})
 REDUCTIONS = names(
     "argmax argmin reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum "

@@ -2,15 +2,18 @@
 
 The names start at the batch's own dims and follow the factors through the graph: "batch" from dim 0
 of batch arrays, "sequence" from dim 1 of those that are tokens [batch, sequence] or features
-[batch, sequence, features]. A contracted factor without such a name is "contraction".
+[batch, sequence, features]; "stage" at what a pipeline shifts (rewrite/ring.py). A contracted
+factor without such a name is "contraction".
 """
 
 from __future__ import annotations
 
-from jaxscaler.graph.fold import Folded
-from jaxscaler.graph.ir import BATCH, REDUCE, OpGraph, Value
+from collections.abc import Mapping
 
-CONTRACTION = "contraction"
+from jaxscaler.graph.fold import Folded
+from jaxscaler.graph.ir import BATCH, REDUCE, SHIFT, OpGraph, Value
+
+CONTRACTION, STAGE = "contraction", "stage"
 
 
 def dim_names(value: Value) -> tuple[str, ...]:
@@ -19,15 +22,25 @@ def dim_names(value: Value) -> tuple[str, ...]:
     return ("batch", "sequence") if tokens or len(value.shape) == 3 else ("batch",)
 
 
-def factor_labels(graph: OpGraph, folded: Folded) -> list[dict[int, str]]:
-    """Per op class: factor -> name, for the factors that have one."""
-    dims: dict[tuple[int, int], str] = {}  # (value class, dim) -> name of its major factor
+def factor_labels(
+    graph: OpGraph, folded: Folded, more: Mapping[tuple[int, int], str] = {}
+) -> list[dict[int, str]]:
+    """Per op class: factor -> name, for the factors that have one.
+
+    `more`: names of (value, dim)s to begin from besides those of the batch.
+    """
+    # (value class, dim) -> name of its major factor
+    dims = {(int(folded.value_class[v]), d): name for (v, d), name in more.items()}
     for v in graph.inputs:
         value = graph.values[v]
         if value.role == BATCH:
             for d, name in enumerate(dim_names(value)[: len(value.shape)]):
                 dims[int(folded.value_class[v]), d] = name
     labels: list[dict[int, str]] = [{} for _ in range(folded.num_classes)]
+    for c, o in enumerate(folded.representatives):
+        for f, factor in enumerate(graph.kinds[graph.ops[o].kind].rule.factors):
+            if factor.combiner == SHIFT:
+                labels[c][f] = STAGE
     sweeps = [folded.representatives, folded.representatives[::-1]] * 2
     for sweep in sweeps:
         for o in sweep:

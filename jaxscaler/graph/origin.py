@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import re
 
+_RUN = re.compile(r"stage@\d+")  # of a pipeline (rewrite/assign.py)
 _ORIGIN = re.compile(r"op@(\d+(?:\.\d+)+)")
 AGAIN = "rematted_computation"  # JAX's name for what runs once more in the backward pass
+EARLY = "in time"  # of a barrier that gradients must not run behind (rewrite/early.py)
 
 
 def origin_text(loss: int, key: tuple[int, ...]) -> str:
@@ -19,13 +21,14 @@ def origin_text(loss: int, key: tuple[int, ...]) -> str:
 
 
 def read_origin(parts: list[str]) -> tuple[list[str], tuple[int, ...]]:
-    """The other parts of a name stack, and the last origin in it: (loss, *key), or ()."""
+    """The other parts of a name stack (stages left out), and its last origin: (loss, *key), ()."""
     rest: list[str] = []
     last: tuple[int, ...] = ()
     for part in parts:
         match = _ORIGIN.fullmatch(part)
         if match is None:
-            rest.append(part)
+            if not _RUN.fullmatch(part):
+                rest.append(part)
         else:
             last = tuple(map(int, match[1].split(".")))
     return rest, last

@@ -93,9 +93,10 @@ def _repeats(folded: Folded) -> list[Repeat]:
 def shortest(graph: OpGraph, folded: Folded) -> Short | None:
     """`graph` with all but a few layers of its deepest stack left out; None without a deep one.
 
-    Loops end it: their bodies are short, and what is in them runs at no one time.
+    Loops end it: their bodies are short, and what is in them runs at no one time; barriers too:
+    they say of single layers what runs before them.
     """
-    deep = [] if graph.loops else stacks(graph, folded)
+    deep = [] if graph.loops or graph.barriers else stacks(graph, folded)
     saved = [(min(r.layers for r in s) - LEFT, sum(r.period for r in s)) for s in deep]
     saved = [(c, period) if c >= LEAST else (0, 0) for c, period in saved]
     if not any(c for c, _ in saved):

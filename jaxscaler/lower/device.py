@@ -17,6 +17,7 @@ from jaxscaler.graph.ir import (
     CARRY,
     GRADIENT,
     SLICE,
+    Barrier,
     Kind,
     Loop,
     Op,
@@ -64,7 +65,6 @@ class _Localizer:
         self.graph = graph
         self.sizes = dict(axes)
         self.emitter = Emitter(graph, folded, space, axes, rows)
-        self.emitter.state_inputs = {graph.inputs[i] for i, _ in graph.state}
         self.values: list[Value] = []
         self.loop_of: list[Loop | None] = [None] * len(graph.ops)
         for loop in sorted(graph.loops):
@@ -80,6 +80,7 @@ class _Localizer:
         self.kinds = (*graph.kinds, *made)
         self.copies: dict[tuple[int, Spec, Loop | None], int] = {}
         self.before: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # (kind, in, out)
+        self.summed: dict[int, int] = {}  # partial sum -> what a barrier lets through
         self.shapes: dict[tuple[tuple[int, ...], Spec], tuple[int, ...]] = {}
 
     def run(self) -> OpGraph:
@@ -89,6 +90,7 @@ class _Localizer:
             self.local(value, at_rest.get(v) or emitter.made(v)[0])
             for v, value in enumerate(graph.values)
         ]
+        barriers = [self.barrier(b) for b in graph.barriers]
         operands = [tuple(self.operand(op, n) for n in range(len(op.inputs))) for op in graph.ops]
         outputs = self.outputs(at_rest)
         ops: list[Op] = []
@@ -104,6 +106,7 @@ class _Localizer:
             graph, ops=tuple(ops), values=tuple(self.values), kinds=self.kinds, outputs=outputs,
             loops=tuple(Loop(new[a], new[b], trips) for a, b, trips in graph.loops),
             regions=tuple(Region(w, first[a], new[b]) for w, a, b in graph.regions if a <= b),
+            barriers=tuple(b._replace(at=new[b.at]) for b in barriers),
         )  # fmt: skip
 
     def local(self, value: Value, spec: Spec) -> Value:
@@ -120,34 +123,49 @@ class _Localizer:
         for n, v in enumerate(outputs):
             if v >= 0:
                 wanted = at_rest.get(replaced.get(v, -1)) or emitter.result(v)
-                spec, partial = emitter.made(v)
-                if wanted != spec or partial:
-                    outputs[n] = self.copy(v, v, spec, partial, wanted, len(graph.ops), None)
+                end = len(graph.ops)
+                outputs[n] = self.changed(v, end, (wanted,), end, None)
         return tuple(outputs)
 
     def insert(self, ops: list[Op], at: int, like: Op) -> None:
         for kind, v, out in self.before.get(at, ()):
             ops.append(like._replace(id=len(ops), kind=kind, inputs=(v,), outputs=(out,), spot=()))
 
+    def barrier(self, barrier: Barrier) -> Barrier:
+        """The same on a device: of the copies of partial sums that are reduced before it."""
+        values = list(barrier.values)
+        for n, v in enumerate(values):
+            at, path = self.emitter.summed.get(v, (-1, ()))
+            if at == barrier.at:
+                values[n] = self.changed(
+                    v, int(self.graph.makers[v, 0]), path, at, self.loop_of[at]
+                )
+                self.summed[v] = values[n]
+        return barrier._replace(values=tuple(values))
+
+    def changed(self, v: int, o: int, path, at: int, loop: Loop | None) -> int:
+        """A value as op `o` finds it, in one layout after another: copies made at `at`."""
+        spec, partial = self.emitter.found(v, o)
+        now = self.summed.get(v, v) if (spec, partial) != self.emitter.made(v) else v
+        for wanted in path:
+            if wanted != spec or partial:
+                now = self.copy(v, now, spec, partial, wanted, at, loop)
+            spec, partial = wanted, False
+        return now
+
     def operand(self, op: Op, slot: int) -> int:
         """What an op reads in a slot: the value, or its copy in the layout that the op wants."""
         v = op.inputs[slot]
-        path = self.emitter.on_the_way(op, slot)
-        if not path:
+        if v < 0:
             return v
+        path = self.emitter.on_the_way(op, slot)
         name = self.graph.kinds[op.kind].primitive
         loop, at = self.loop_of[op.id], op.id
         if slot == 0 and name in (CARRY, SLICE) and loop is not None:
             at, loop = loop.first, None  # before the loop that it enters
         elif name == CARRY:  # handed to the next iteration: changed where it is made
             at = int(self.graph.makers[v, 0]) + 1
-        spec, partial = self.emitter.made(v)
-        now = v
-        for wanted in path:
-            if wanted != spec or partial:
-                now = self.copy(v, now, spec, partial, wanted, at, loop)
-            spec, partial = wanted, False
-        return now
+        return self.changed(v, op.id, path, at, loop)
 
     def copy(self, origin: int, v: int, spec: Spec, partial: bool, wanted: Spec, at: int, loop):
         key = (origin, wanted, loop)

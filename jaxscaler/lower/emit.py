@@ -1,8 +1,9 @@
 """From decisions to specs by position: what each strategy means at each equation of the jaxpr.
 
 A value is constrained where it is made, to the layout of the node that makes it (unless that leaves
-it a partial sum: then the reduction happens where a reader's layout says), and again where a reader
-wants another layout. A value with a "use" layout passes through it on the way to all its readers.
+it a partial sum: then the reduction happens where a reader's layout says, or at a barrier before
+it), and again where a reader wants another layout. A value with a "use" layout passes through it on
+the way to all its readers.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from math import prod
 import numpy as np
 
 from jaxscaler.graph.fold import Folded
-from jaxscaler.graph.ir import JOIN, MARKERS, UPDATE, OpGraph
+from jaxscaler.graph.ir import FROM_HOST, JOIN, MARKERS, UPDATE, OpGraph
 from jaxscaler.lower.layouts import Layouts, Spec
 from jaxscaler.plan import Decision
 from jaxscaler.space import strategies as st
@@ -74,6 +75,32 @@ class Emitter:
         self.cache: dict[tuple[int, int], tuple[Spec, bool]] = {}
         self.classes = folded.value_class.tolist()
         self.op_class = folded.op_class.tolist()
+        self.state_inputs = {graph.inputs[i] for i, _ in graph.state}
+        # partial sums that a barrier holds up: (the first op behind it, constraints before it)
+        self.summed: dict[int, tuple[int, tuple[Spec, ...]]] = {}
+        self.sum_at_barriers()
+
+    def sum_at_barriers(self) -> None:
+        """A barrier lets no partial sum through: it is reduced as its next reader wants it."""
+        readers: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        held = {v for barrier in self.graph.barriers for v in barrier.values}
+        reads = self.graph.reads
+        for o, slot, v in reads[np.isin(reads[:, 2], list(held))].tolist():
+            readers[v].append((o, slot))
+        found: dict[int, tuple[int, tuple[Spec, ...]]] = {}
+        for barrier in self.graph.barriers:
+            for v in barrier.values:
+                later = [spot for spot in readers[v] if spot[0] >= barrier.at]
+                if v not in found and later and self.made(v)[1]:
+                    o, slot = later[0]
+                    if path := self.on_the_way(self.graph.ops[o], slot):
+                        found[v] = barrier.at, path
+        self.summed = found
+
+    def found(self, v: int, o: int) -> tuple[Spec, bool]:
+        """(spec, is a partial sum) in which op `o` finds a value."""
+        behind, path = self.summed.get(v, (len(self.graph.ops) + 1, ()))
+        return (path[-1], False) if o >= behind else self.made(v)
 
     def spec(self, spot: tuple[int, int]) -> tuple[Spec, bool]:
         """(spec, is a partial sum) of a node's port."""
@@ -104,7 +131,7 @@ class Emitter:
         v = op.inputs[slot]
         if v < 0 or prod(self.graph.values[v].shape) <= 1:
             return ()
-        spec, partial = self.made(v)
+        spec, partial = self.found(v, op.id)
         path: list[Spec] = []
         k = self.classes[v]
         use = self.space.use.get(k)
@@ -136,7 +163,6 @@ class Emitter:
 
     def run(self) -> Layouts:
         graph = self.graph
-        self.state_inputs = {graph.inputs[i] for i, _ in graph.state}
         self.leaving = self.values_leaving_their_node()
         tables = [defaultdict(dict) for _ in range(4)]
         self.results, self.operands, self.body_inputs, self.body_outputs = tables
@@ -149,8 +175,16 @@ class Emitter:
                     self.put(self.operands, op.key, slot, self.on_the_way(op, slot))
             elif graph.kinds[op.kind].primitive in MARKERS:
                 self.marker(op)
+            elif graph.kinds[op.kind].primitive == FROM_HOST:  # there it is not laid out anew
+                made, _ = self.made(op.outputs[0])
+                self.put(self.results, op.key, 0, (*self.on_the_way(op, 0), made))
             else:
                 self.equation(op)
+        for barrier in graph.barriers:
+            for n, v in enumerate(barrier.values):
+                at, path = self.summed.get(v, (-1, ()))
+                if at == barrier.at:
+                    self.put(self.operands, barrier.key, n, path)
         inputs = tuple(self.at_rest(v) for v in graph.inputs)
         outputs = [None if v < 0 else self.result(v) for v in graph.outputs]
         for i, o in graph.state:

@@ -177,6 +177,15 @@ def achieved(compiled, step: PlannedStep) -> tuple[Difference, ...]:
     )
 
 
+def as_planned(step: Any) -> Callable:
+    """A compiled step. PlanError where the compiler laid it out otherwise than planned."""
+    found = achieved(step.compiled, step) if isinstance(step, PlannedStep) else ()
+    if found:
+        said = "; ".join(f"{d.path}: planned {d.planned}, got {d.achieved}" for d in found[:3])
+        raise PlanError(f"{len(found)} tensors are not laid out as planned: {said}")
+    return step
+
+
 def argument_types(args: tuple) -> Any:
     """What a compiled step depends on of its dynamic arguments: their tree, shapes and dtypes."""
     leaves, tree = jax.tree.flatten(args)

@@ -16,7 +16,7 @@ from jaxscaler.plan import Decision, Prediction, Specs, Tensor, Traffic
 from jaxscaler.report.memory import device_memory
 from jaxscaler.space import strategies as st
 from jaxscaler.space.nodes import factor_name
-from jaxscaler.space.problem import Priced, tensor_bytes
+from jaxscaler.space.problem import Priced, host_seconds, tensor_bytes
 
 LARGE = 1 << 20  # bytes from which a tensor is worth a line
 
@@ -155,7 +155,14 @@ def traffic(priced: Priced, choice: np.ndarray, device) -> tuple[Traffic, ...]:
             continue
         row = priced.strategies[i][choice[i]]
         op = graph.ops[model.folded.representatives[node.members[0]]]
+        kind = graph.kinds[op.kind]
         runs = op.repeat * int(model.folded.multiplicity[node.members[0]])
+        if kind.primitive == ir.FROM_HOST:
+            nbytes = tensor_bytes(kind.operand_shapes[0], kind.operand_dtypes[0])
+            nbytes /= _parts(priced, spec_of(priced, (i, 0), choice))
+            entry = found["offload", "host", nbytes, op.scope, op.source]
+            entry[0] += 2 * runs
+            entry[1] += runs * host_seconds(nbytes, device)
         for a, _ in st.eager_reductions(node, row.reshape(1, -1)):
             for r, v in enumerate(op.outputs):
                 if v >= 0:
@@ -164,6 +171,14 @@ def traffic(priced: Priced, choice: np.ndarray, device) -> tuple[Traffic, ...]:
                     nbytes = tensor_bytes(value.shape, value.dtype) / _parts(priced, spec)
                     where = f"{op.scope}:{graph.kinds[op.kind].primitive}"
                     add("all_reduce", mesh.names[a], nbytes, runs, where, op.source)
+        for a, f in st.shifts(node, row.reshape(1, -1)):
+            value = graph.values[op.inputs[0]]
+            spec = spec_of(priced, (i, 0), choice)
+            parts = st.parts(node, row.reshape(1, -1), tuple(mesh.shape))[0, f]
+            nbytes = tensor_bytes(value.shape, value.dtype) / _parts(priced, spec)
+            nbytes *= int(parts) / node.factors[f].size
+            where = f"{op.scope}:{graph.kinds[op.kind].primitive}"
+            add("collective_permute", mesh.names[a], nbytes, runs, where, op.source)
     rows = [
         Traffic(kind, axis, nbytes, int(n), seconds, value, source)
         for (kind, axis, nbytes, value, source), (n, seconds) in found.items()

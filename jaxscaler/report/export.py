@@ -270,6 +270,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend import core
+from jax.interpreters import partial_eval
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 

@@ -19,13 +19,6 @@ from jaxscaler.lower.device import device_graph, device_short
 from jaxscaler.space.problem import Model, Priced, dtype_bytes
 
 PACKED = 1 / 2000  # of the peak: smaller buffers fit between the others
-# XLA's latency-hiding scheduler keeps within the memory that there is: a share of the device's,
-# beyond which nothing runs late only to hide communication. Assumed, not measured.
-SCHEDULED = 0.9
-# Heap over what `heap_size` packs where the author marked recomputation: buffers of many sizes come
-# and go there. Chosen looking at the H100 cells with recomputation, not measured for itself: GPT
-# under ZeRO-3, the lowest, stands at -10.6 % without it and at -9.0 % with it.
-RECOMPUTED = 1.02
 HOLES = "holes"  # role of what the heap loses between buffers
 
 
@@ -53,14 +46,14 @@ def device_memory(priced: Priced, choice: np.ndarray, device) -> DeviceMemory:
     model, mesh = priced.model, priced.mesh
     axes = tuple(zip(mesh.names, mesh.shape))
     rows = tuple(r[c] for r, c in zip(priced.strategies, choice))
-    rules, room = rules_for(device.vendor), SCHEDULED * device.hbm_bytes
+    rules = rules_for(device.vendor, device.name)
     short = _short(model)
     if short is None:
         graph = device_graph(model.graph, model.folded, model.space, axes, rows)
-        found = graph_memory(graph, rules, room)
+        found = graph_memory(graph, rules)
     else:
         short = device_short(short, model.space, axes, rows)
-        found = graph_memory(short.graph, rules, room, Deep(short))
+        found = graph_memory(short.graph, rules, Deep(short))
     _LAST[:] = [(priced, choice, device, found)]
     return found
 
@@ -75,21 +68,11 @@ def _short(model: Model) -> Short | None:
     return found
 
 
-def graph_memory(
-    graph: OpGraph, rules: Rules, room: float, deep: Deep | None = None
-) -> DeviceMemory:
-    """Memory of a device's graph, where schedules that hide communication may fill `room` bytes.
-
-    With `deep`, that of the whole step of which `graph` is a part.
-    """
+def graph_memory(graph: OpGraph, rules: Rules, deep: Deep | None = None) -> DeviceMemory:
+    """Memory of a device's graph; with `deep`, that of the whole step of which it is a part."""
     arguments = _arguments(graph, rules, deep)
     lasting = sum(arguments.values())
     heap, temporaries = _temporaries(graph, rules, deep)
-    if rules.late and lasting + heap > room:
-        least, in_order = _temporaries(graph, rules._replace(late=False), deep)
-        if least < heap:
-            heap = max(least, room - lasting)
-            temporaries = {r: n * heap / least for r, n in in_order.items()}
     by_role = defaultdict(float, arguments)
     for role, nbytes in temporaries.items():
         by_role[role] += nbytes
@@ -129,8 +112,8 @@ def _temporaries(graph: OpGraph, rules: Rules, deep: Deep | None) -> tuple[float
     at, peak = int(np.argmax(live)), float(live.max())
     large = size > PACKED * peak
     heap = max(heap_size(size[large], lo[large], hi[large], enough=peak), peak)
-    if rules.late and any(region.what == "remat" for region in graph.regions):
-        heap *= RECOMPUTED
+    if any(region.what == "remat" for region in graph.regions):
+        heap *= rules.recomputed
     by_role: dict[str, float] = defaultdict(float)
     for i in np.flatnonzero((lo <= at) & (hi >= at)).tolist():
         by_role[graph.values[value[i]].role] += float(size[i])

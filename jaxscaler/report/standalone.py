@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend import core
+from jax.interpreters import partial_eval
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -76,14 +77,15 @@ def jit_step(step, mesh, *args):
 
     def laid_out(*args):
         found, given = traced(args), dynamic(args)
-        if program(found.jaxpr) != PROGRAM:
+        jaxpr = needed(found.jaxpr)
+        if program(jaxpr) != PROGRAM:
             raise ValueError(
                 "INSIDE counts the equations of another program: the step was changed, or JAX "
                 "traces it otherwise in this version. Plan and export it again"
             )
         leaves = [leaf for _, arg in given for leaf in jax.tree.leaves(arg)]
         specs = [spec for name, arg in given for spec in specs_of(arg, INPUTS, name)]
-        results = Body(mesh, zip(leaves, specs)).run(found.jaxpr, leaves, ())
+        results = Body(mesh, zip(leaves, specs)).run(jaxpr, leaves, ())
         return jax.tree.unflatten(jax.tree.structure(found.out_info), results)
 
     gpu = all(device.platform == "gpu" for device in mesh.devices.flat)
@@ -124,6 +126,12 @@ def bodies_of(eqn):
     """The jaxprs inside an equation, in the order that keys count them."""
     values = [eqn.params[name] for name in BODIES.get(eqn.primitive.name, ())]
     return [body for v in values for body in (v if isinstance(v, tuple) else (v,))]
+
+
+def needed(closed):
+    """The program without the equations that no result needs, which are not counted."""
+    every = [True] * len(closed.jaxpr.outvars)
+    return closed.replace(jaxpr=partial_eval.dce_jaxpr(closed.jaxpr, every, instantiate=True)[0])
 
 
 def program(jaxpr):

@@ -46,6 +46,8 @@ def batch_division(closed: Any, batch: Mapping[int, int]) -> Division:
     sizes = {var.aval.shape[dim] for var, dim in dims.items()}
     if len(sizes) != 1:
         raise RewriteError(f"batch arguments have {sorted(sizes)} samples: they must agree")
+    if sizes == {1}:
+        raise RewriteError("a batch of one sample has no parts")
     held = {v for v in arguments if v not in dims and _is_float(v.aval)}  # may be differentiated
     free = set()  # equations that depend on the batch, on keys and integers alone
     for i, eqn in enumerate(jaxpr.eqns):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import jax
 
@@ -16,10 +17,21 @@ from jaxscaler import _compat
 from jaxscaler.errors import PlanError
 from jaxscaler.graph.origin import origin_text
 from jaxscaler.rewrite.accumulate import accumulate
-from jaxscaler.rewrite.changes import Accumulate, Change, CoShard, Fission, Key, Recompute
+from jaxscaler.rewrite.assign import Assignment, run_text
+from jaxscaler.rewrite.changes import (
+    Accumulate,
+    Change,
+    CoShard,
+    Fission,
+    Key,
+    Recompute,
+    Ring,
+    Stages,
+)
 from jaxscaler.rewrite.chunk import chunked
 from jaxscaler.rewrite.fission import fission
 from jaxscaler.rewrite.recompute import recompute
+from jaxscaler.rewrite.ring import ring
 
 REWRITERS: dict[type, Callable] = {Recompute: recompute, CoShard: chunked}  # of a segment
 
@@ -75,22 +87,30 @@ def changed(closed, changes: Sequence[Change]) -> Callable[..., list]:
     Raises PlanError for a change that fits no equation, or segments that overlap.
     """
     bodies: dict[Key, list] = defaultdict(list)
-    pieces: dict[Key, Fission] = {}
+    pieces: dict[Key, Fission | Ring] = {}
     whole: list[Accumulate] = []
+    stages: list[Stages] = []
     for change in changes:
         if isinstance(change, Recompute | CoShard):
             bodies[change.segment.inside].append(change)
-        elif isinstance(change, Fission):
+        elif isinstance(change, Fission | Ring):
+            if (change.scan,) in pieces:
+                raise PlanError(f"{change}, {pieces[change.scan,]}: a scan is cut in one way")
             pieces[(change.scan,)] = change
         elif isinstance(change, Accumulate):
             whole.append(change)
+        elif isinstance(change, Stages):
+            stages.append(change)
         else:
             raise PlanError(f"{change}: this version knows no such change; plan again")
     if len(whole) > 1:
         raise PlanError(f"{whole}: a loss accumulates over parts of the batch once")
+    if len(stages) > len(whole):
+        raise PlanError(f"{stages}: a loss is cut into stages once, and needs an Accumulate")
     ordered = {key: sorted(found, key=lambda c: c.segment) for key, found in bodies.items()}
-    writer = _Writer(ordered, pieces)
     inner, consts = _compat.open_jaxpr(closed)
+    assigned = Assignment(inner, stages[0], dict(whole[0].batch)) if stages else None
+    writer = _Writer(ordered, pieces, assigned)
 
     def evaluate(consts, args) -> list:
         results = writer.run(inner, consts, args, ())
@@ -111,8 +131,14 @@ def changed(closed, changes: Sequence[Change]) -> Callable[..., list]:
 class _Writer:
     """Evaluates a jaxpr; `seen` collects the bodies that were met."""
 
-    def __init__(self, bodies: dict[Key, list], pieces: dict[Key, Fission]):
+    def __init__(
+        self,
+        bodies: dict[Key, list],
+        pieces: dict[Key, Fission | Ring],
+        assigned: Assignment | None = None,
+    ):
         self.bodies = bodies
+        self.assigned = assigned  # equations at the top level to stages
         self.pieces = pieces  # of scans at the top level
         self.seen: set[Key] = set()
 
@@ -131,24 +157,53 @@ class _Writer:
             change = changes.get(i)
             if change is None:
                 eqn = jaxpr.eqns[i]
-                made, results = eqn.outvars, self.equation(eqn, map(read, eqn.invars), (*key, i))
+                with self.at(i, i, key):
+                    args = [read(v) for v in eqn.invars]
+                    if self.assigned is not None and not key:
+                        args = self.assigned.reads(i, eqn, eqn.invars, args)
+                        eqn = self.assigned.marked(i, eqn)
+                    made, results = eqn.outvars, self.equation(eqn, args, (*key, i))
                 i += 1
             else:
                 first, last = change.segment.first, change.segment.last
                 closed, reads, made = segment_of(jaxpr, first, last, last_use)
-                results = REWRITERS[type(change)](closed, change)(*map(read, reads))
+                with self.at(first, last, key):
+                    args = [read(v) for v in reads]
+                    if self.assigned is not None and not key:
+                        args = self.assigned.reads(first, jaxpr.eqns[first], reads, args)
+                    results = REWRITERS[type(change)](closed, change)(*args)
                 i = last + 1
             env.update(zip(made, results, strict=True))
         return [read(v) for v in jaxpr.outvars]
+
+    def at(self, first: int, last: int, key: Key):
+        """A context in which what is bound runs where equations `first` .. `last` run."""
+        if self.assigned is None or key:
+            return nullcontext()
+        runs = {run for i in range(first, last + 1) for run in self.assigned.runs[i]}
+        if first < last and len(runs) > 1:
+            raise PlanError(
+                f"a change of equations {first} to {last} of the loss, which run on stages "
+                f"{sorted(runs)}: cut the stages before or after it"
+            )
+        return jax.named_scope(run_text(min(runs))) if len(runs) == 1 else nullcontext()
 
     def equation(self, eqn, args, key: Key) -> list:
         bodies = _compat.subjaxprs(eqn)
         inside = [(*key, s) for s in range(len(bodies))]
         wanted = [k for k in inside if any(b[: len(k)] == k for b in self.bodies)]
-        if key in self.pieces:
+        cut = self.pieces.get(key)
+        runs: list[int] = []
+        if cut is not None:
             self.seen.add(key)
+        elif self.assigned is not None and len(key) == 1:
+            cut = self.assigned.fission(key[0], eqn)
+            runs = self.assigned.runs[key[0]]
+        if cut is not None:
             other = self.body(bodies[0], inside[0]) if wanted else None
-            return fission(eqn, self.pieces[key], other)(*args)
+            if isinstance(cut, Ring):
+                return ring(eqn, cut, other)(*args)
+            return fission(eqn, cut, other, runs)(*args)
         if wanted:
             new = [self.body(b, k) if k in wanted else b for b, k in zip(bodies, inside)]
             eqn = eqn.replace(params=_compat.with_subjaxprs(eqn, new))

@@ -7,7 +7,7 @@ and what else it has, and an attention or an MLP alone is a loop that covers no 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from jaxscaler.errors import RewriteError
 from jaxscaler.graph import kinds
 from jaxscaler.rewrite.apply import body_of, segment_of
 from jaxscaler.rewrite.changes import CoShard, Segment
-from jaxscaler.rewrite.divide import Division, divide
+from jaxscaler.rewrite.divide import Division, divide, whole_or
 
 LARGEST = 3  # values of a segment, of different shapes, whose dims are tried
 LEAST = 0.15  # of a segment's activations a loop must cover
@@ -25,8 +25,10 @@ LEAST = 0.15  # of a segment's activations a loop must cover
 class Candidate(NamedTuple):
     """Equal segments that may be looped over by one factor, each with its own seed.
 
-    size: of the factor. saving: bytes, on all devices together, of activations of one segment that
-    would be in memory one part at a time. where: the module and primitive at the seed.
+    A segment is from the first to the last equation of its loop. size: of the factor. saving:
+    bytes, on all devices together, of activations of one segment that would be in memory one part
+    at a time. where: the module and primitive at the seed. cuts: per equation of the loop, counted
+    from its first, the dims of its results that are cut.
     """
 
     segments: tuple[Segment, ...]
@@ -34,29 +36,38 @@ class Candidate(NamedTuple):
     size: int
     saving: float
     where: str
+    cuts: tuple[tuple[int, tuple[int | None, ...]], ...]
 
     def changes(self, parts: int, lanes: int = 1, first: int | None = None) -> tuple[CoShard, ...]:
-        """The change of the `first` segments, or of all."""
-        pairs = list(zip(self.segments, self.seeds))[:first]
+        """The change of the `first` segments, or of all; of the last ones, if it is negative."""
+        pairs = list(zip(self.segments, self.seeds))
+        pairs = pairs[first:] if first is not None and first < 0 else pairs[:first]
         return tuple(CoShard(segment, seed, parts, lanes) for segment, seed in pairs)
 
     def __str__(self) -> str:
         return f"{len(self.segments)} segments by a factor of {self.size} at {self.where}"
 
 
-def candidates(losses: Sequence[Any], segments: Iterable[Segment]) -> list[Candidate]:
+def candidates(
+    losses: Sequence[Any],
+    segments: Iterable[Segment],
+    wanted: Callable[[Segment, int, int, int], bool] | None = None,
+    tails: bool = True,
+) -> list[Candidate]:
     """The co-shards of the `segments` of marked losses (their forward jaxprs), the largest saving
-    first. What follows the last segment of a loss (head and loss) is one more."""
+    first. With `tails`, what follows the last segment of a loss (head and loss) is one more.
+    `wanted(segment, equation of its body, operand, dim)`: by which factors; all, if it is None.
+    """
     found: list[Candidate] = []
-    for group in _alike(losses, segments):
-        found += _of_group(losses, group)
+    for group in _alike(losses, segments, tails):
+        found += _of_group(losses, group, wanted)
     return sorted(found, key=lambda c: (-c.saving * len(c.segments), c.segments, c.seeds))
 
 
-def _alike(losses: Sequence[Any], segments: Iterable[Segment]) -> list[list[Segment]]:
+def _alike(losses: Sequence[Any], segments: Iterable[Segment], tails: bool) -> list[list[Segment]]:
     """Segments that are equal equation by equation, in groups; with the tails of the losses."""
     given = list(segments)
-    for loss, jaxpr in enumerate(losses):
+    for loss, jaxpr in enumerate(losses if tails else ()):
         top = [s.last for s in given if s.loss == loss and not s.inside]
         around = [s.inside[0] for s in given if s.loss == loss and s.inside]
         start = max((*top, *around), default=-1) + 1
@@ -74,7 +85,9 @@ def _alike(losses: Sequence[Any], segments: Iterable[Segment]) -> list[list[Segm
     return list(groups.values())
 
 
-def _of_group(losses: Sequence[Any], group: Sequence[Segment]) -> list[Candidate]:
+def _of_group(
+    losses: Sequence[Any], group: Sequence[Segment], wanted: Callable | None
+) -> list[Candidate]:
     """A candidate for each factor at the largest values of the first segment of a group."""
     segment = group[0]
     jaxpr = body_of(losses[segment.loss], segment.inside)
@@ -91,19 +104,27 @@ def _of_group(losses: Sequence[Any], group: Sequence[Segment]) -> list[Candidate
     for var in sorted(made, key=lambda v: (-_nbytes(v), readers[v])):
         shapes.setdefault(tuple(sorted(var.aval.shape)), var)
     found: dict[frozenset, Candidate] = {}
-    for var in list(shapes.values())[:LARGEST]:
+    for var in list(shapes.values())[: LARGEST if wanted is None else None]:
         i, n = readers[var]
         for dim, size in enumerate(var.aval.shape):
+            if wanted is not None and not wanted(segment, segment.first + i, n, dim):
+                continue
             division = _try(inner, (i, n, dim), size)
             if division is None:
                 continue
             saving = _stored_bytes(inner, division.loop)
             cut = frozenset((i, p.ins, p.outs) for i, p in division.loop.items())
-            if saving >= LEAST * whole and cut not in found:
-                shift = [other.first for other in group]
-                seeds = tuple((first + i, n, dim) for first in shift)
+            if (wanted or saving >= LEAST * whole) and cut not in found:
+                seeds = tuple((other.first + i, n, dim) for other in group)
+                a, b = min(division.loop), max(division.loop)
+                spans = tuple(
+                    s._replace(first=s.first + a, last=s.first + b) for s in group
+                )  # the rest of a segment may be recomputed on its own
+                cuts = tuple(
+                    (j - a, tuple(map(whole_or, p.outs))) for j, p in division.loop.items()
+                )
                 where = _place_of(inner.eqns[i])
-                found[cut] = Candidate(tuple(group), seeds, division.size, saving, where)
+                found[cut] = Candidate(spans, seeds, division.size, saving, where, cuts)
     return list(found.values())
 
 

@@ -18,8 +18,8 @@ A rewriter numbers by that closed jaxpr alone. Segments of one body do not overl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, get_args
 
 Key = tuple[int, ...]  # as graph.ir.Op.key
 
@@ -44,6 +44,19 @@ def overlap(a: Segment, b: Segment) -> bool:
     return first <= end and begin <= last
 
 
+def around(segment: Segment, loops: Iterable[Segment]) -> list[Segment]:
+    """What the `loops` leave of a segment, in pieces: none where one is in or around its body."""
+    within = [loop for loop in loops if overlap(segment, loop)]
+    if any(loop.inside != segment.inside for loop in within):
+        return []
+    pieces, first = [], segment.first
+    for loop in sorted(within):
+        pieces.append(segment._replace(first=first, last=loop.first - 1))
+        first = loop.last + 1
+    pieces.append(segment._replace(first=first))
+    return [piece for piece in pieces if piece.first <= piece.last]
+
+
 class Recompute(NamedTuple):
     """Between forward and backward a segment keeps only what is named; the rest is made again.
 
@@ -54,6 +67,17 @@ class Recompute(NamedTuple):
     segment: Segment
     kept: tuple[tuple[int, int], ...] = ()
     host: tuple[tuple[int, int], ...] = ()
+
+    def around(self, loops: Iterable[Segment]) -> list[Recompute]:
+        """The same of what `loops` leave of the segment."""
+
+        def named(names: tuple, piece: Segment) -> tuple:
+            return tuple(name for name in names if piece.first <= name[0] <= piece.last)
+
+        return [
+            Recompute(piece, named(self.kept, piece), named(self.host, piece))
+            for piece in around(self.segment, loops)
+        ]
 
 
 class CoShard(NamedTuple):
@@ -90,7 +114,34 @@ class Fission(NamedTuple):
     only: tuple[int, ...] = ()
 
 
-Change = Recompute | CoShard | Accumulate | Fission
+class Stages(NamedTuple):
+    """The forward pass runs on the stages of a pipeline. points: (equation, iteration, place): from
+    this equation of the loss's top level on, of a scan from this iteration on, ops run at a place
+    (a set of devices, counted from 0), up to the next point; the first is (0, 0, place). A place
+    may come several times. Needs an `Accumulate` of the same loss: its parts are micro-batches."""
+
+    loss: int
+    points: tuple[tuple[int, int, int], ...]
+
+
+class Ring(NamedTuple):
+    """The scan at equation `scan`, over layers, runs as a pipeline in one program: `stages` of
+    equally many layers, which work on `micro` parts of the batch at the same time.
+
+    seed: (carry of the scan, its batch dim). again: a stage is made again in the backward pass,
+    which keeps what flows into it. lanes: gradients of weights are kept that many times, and added
+    after the loop, as in `CoShard`."""
+
+    loss: int
+    scan: int
+    stages: int
+    micro: int
+    seed: tuple[int, int] = (0, 0)
+    again: bool = True
+    lanes: int = 1
+
+
+Change = Recompute | CoShard | Accumulate | Fission | Stages | Ring
 
 
 def to_data(change: Change) -> dict[str, Any]:
@@ -100,7 +151,7 @@ def to_data(change: Change) -> dict[str, Any]:
 
 def from_data(data: Mapping[str, Any]) -> Change:
     """The change of `to_data`. Raises KeyError or TypeError on what is none."""
-    kinds = {kind.__name__: kind for kind in (Recompute, CoShard, Accumulate, Fission)}
+    kinds = {kind.__name__: kind for kind in get_args(Change)}
     fields = {k: _tuples(v) for k, v in data.items() if k != "change"}
     if "segment" in fields:
         fields["segment"] = Segment(*fields["segment"])

@@ -25,6 +25,7 @@ class Cluster:
 def clusters(classes: Classes) -> dict[int, Cluster]:
     """Op class -> the cluster it is in. Ops join the maker of an operand of their own shape."""
     owner: dict[int, Cluster] = {}
+    beside: dict[tuple, int] = {}
     for c, op in enumerate(classes.op):
         own = _joinable(classes, c)
         if own is None or classes.trivial(c):
@@ -34,12 +35,33 @@ def clusters(classes: Classes) -> dict[int, Cluster]:
         owner[c] = Cluster([rule.factors[f].size for f in own], {c: numbered})
         for slot, v in enumerate(op.inputs):
             maker = classes.maker.get(classes.of[v]) if v >= 0 else None
-            if maker is None or maker[0] not in owner or not _together(classes, c, maker[0], v):
+            if maker is None or maker[0] not in owner:
+                continue
+            if not _together(classes, c, maker[0], v):
+                if _again(op) and not _again(classes.op[maker[0]]):
+                    # what is made again of a value that was kept, side by side: one kernel
+                    place = (classes.of[v], op.phase, op.repeat, int(classes.folded.block[op.id]))
+                    other = beside.setdefault(place, c)
+                    if other != c:
+                        pairs = _by_dim(rule.operands[slot], _reads(classes, other, v))
+                        _merge(owner, c, other, pairs)
                 continue
             theirs = classes.kind[maker[0]].rule.results[maker[1]]
-            pairs = [(a[0], b[0]) for a, b in zip(rule.operands[slot], theirs) if a and b]
-            _merge(owner, c, maker[0], pairs)
+            _merge(owner, c, maker[0], _by_dim(rule.operands[slot], theirs))
     return owner
+
+
+def _by_dim(dims, others) -> list[tuple[int, int]]:
+    """The factors of two views of one tensor, dim by dim."""
+    return [(a[0], b[0]) for a, b in zip(dims, others) if a and b]
+
+
+def _reads(classes: Classes, c: int, v: int):
+    """The dims of an operand of op class `c` that is of the class of value `v`."""
+    slots = [
+        n for n, u in enumerate(classes.op[c].inputs) if u >= 0 and classes.of[u] == classes.of[v]
+    ]
+    return classes.kind[c].rule.operands[slots[0]]
 
 
 def _merge(owner: dict[int, Cluster], c: int, maker: int, pairs: list[tuple[int, int]]) -> None:

@@ -46,15 +46,25 @@ TRIPS = "trips"  # the factor of what a loop slices and stacks that the loop run
 NO_HOLES: Mapping[str, int] = {}
 
 # What the language has words for and a plan of shardings can not carry out.
-UNPLANNED_ALGOS = {Cast: "values keep their dtype", Kernel: "ops keep their implementation"}
+UNPLANNED_ALGOS = {
+    Cast: "values keep their dtype: partial sums are added up before a cast that follows them",
+    Kernel: "ops keep their implementation: no equation of the step stands for another",
+}
 UNPLANNED_PLACES = {
-    SAME_DEVICE: "ops are not cut into parts that run one after another",
-    HOST: "values are kept in the memory of the device; say NOWHERE to have them made again",
+    SAME_DEVICE: (
+        "ops are not cut into parts that run one after another, unless the step itself is planned "
+        "with this line, its loss marked by jaxscaler.value_and_grad"
+    ),
+    HOST: (
+        "values lie in the memory of the device, unless they are activations and the step itself "
+        "is planned with this line, its loss marked by jaxscaler.value_and_grad"
+    ),
     NOWHERE: (
         "values are kept until they were last read, unless the step itself is planned with this "
         "line, its loss marked by jaxscaler.value_and_grad"
     ),
 }
+STEP_PLACES = (SAME_DEVICE, HOST, NOWHERE)  # what lies there changes the step itself
 
 
 class Constraints:
@@ -322,7 +332,7 @@ def refuse(program: Sequence[Statement]) -> None:
             continue
         reason = UNPLANNED_ALGOS.get(type(line.algo)) if line.algo is not None else None
         if isinstance(line.place, Stage):
-            reason = "there are no pipeline stages"
+            reason = "stages are for micro_batches= (docs/pipelines.md)"
         elif isinstance(line.place, str) and line.place in UNPLANNED_PLACES:
             reason = UNPLANNED_PLACES[line.place]
         elif line.forbidden and isinstance(line.num, Hole):
@@ -333,6 +343,11 @@ def refuse(program: Sequence[Statement]) -> None:
         raise ConstraintError(
             "the planner can not carry out:\n" + "\n".join(wrong) + "\nleave these lines out"
         )
+
+
+def changes_step(line: Statement) -> bool:
+    """Whether a line asks for another step: what is made again, on the host, or in a loop."""
+    return isinstance(line, Line) and line.place in STEP_PLACES
 
 
 def smallest(items: Sequence, clashes) -> list:

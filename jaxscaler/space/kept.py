@@ -123,7 +123,7 @@ class Lifetimes(NamedTuple):
 
 def lives_of(graph: OpGraph, rules: Rules) -> Lifetimes:
     """When values live, in program order; one without a buffer as long as its readers' results."""
-    found = buffers(graph, rules._replace(late=False))
+    found = buffers(graph, rules._replace(late=None))
     has = np.zeros(len(graph.values), bool)
     has[found.value] = True
     start, end = np.maximum(graph.makers[:, 0], 0), np.zeros(len(graph.values), np.int64)

@@ -16,8 +16,10 @@ def check_order(order: Order, graph: OpGraph, subjects: Subjects) -> str:
     Raises ConstraintError, naming two ops, where data flow contradicts the line, and where the
     program has it the other way round, since no plan carries out another order.
     """
-    first, then = subjects.ops(order.first), subjects.ops(order.then)
     said = f"constraint {order} ({order.source})"
+    if isinstance(order.first, tuple) or isinstance(order.then, tuple):
+        raise ConstraintError(f"{said}: tasks are for micro_batches= (docs/pipelines.md)")
+    first, then = subjects.ops(order.first), subjects.ops(order.then)
     if not first or not then:
         return f"{said} matches nothing"
     if first[-1] < then[0]:

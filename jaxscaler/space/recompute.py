@@ -7,19 +7,20 @@ buffers. What is then decided, pairwise and exactly:
 | node | states |
 |---|---|
 | an op (or cluster) that runs again | run, under each strategy; off: it does not, one strategy |
-| the use of a value that it makes | again, in each layout; kept, in each layout; off: not read |
+| the use of a value that it makes | again; kept; on the host: each in each layout; off: not read |
 
 An op that is off reads nothing and offers nothing. A value that is kept costs no second run, has
-the layout of its first copy in the forward pass, and stays in memory from there on; one that is off
-may not be read. Whether a value is kept at all is asked where it has a buffer; what is fused into
-its readers runs with them.
+the layout of its first copy in the forward pass, and stays in memory from there on; one that goes
+to the host costs the way there and back, and takes memory as one that is made again; one that is
+off may not be read. Whether a value is kept at all is asked where it has a buffer; what is fused
+into its readers runs with them.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
@@ -33,11 +34,13 @@ from jaxscaler.graph.ir import Loop, OpGraph
 from jaxscaler.rewrite.changes import Recompute, Segment
 from jaxscaler.solve.problem import INFINITY, StrategyProblem
 from jaxscaler.space import strategies as st
-from jaxscaler.space.kept import Pair, equations_of, is_within, lives_of
+from jaxscaler.space.kept import Lifetimes, Pair, equations_of, is_within, lives_of
 from jaxscaler.space.nodes import Space
-from jaxscaler.space.problem import VECTOR, Priced, tensor_bytes
+from jaxscaler.space.problem import VECTOR, Priced, host_seconds, tensor_bytes
 
-RUN, KEPT, OFF = 0, 1, 2  # of a use: made again, kept, not read
+RUN, KEPT, OFF, HOSTED = 0, 1, 2, 3  # of a use: made again, kept, not read, kept by the host
+STAYS = (KEPT, HOSTED)
+HOSTS = ("NVIDIA", "Google")  # whose compilers put values into the memory of the host
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,18 @@ class Recomputation:
     op_nodes: frozenset[int]  # ops of the forward pass that run again
     use_nodes: frozenset[int]  # of values that op_nodes make
     kept: Mapping[int, tuple[Pair, ...]]  # of use_nodes: instances of its value, if it is keepable
+    hosted: frozenset[int] = frozenset()  # of those, whose values may go to the host
+    parts: Mapping[int, int] = field(default_factory=dict)  # of a kept value, in memory at a time
+
+    def states(self, node: int) -> tuple[int, ...]:
+        """The states of a node, in the order of its strategies; OFF has one, the others have all
+        strategies of the node."""
+        if node in self.op_nodes:
+            return (RUN, OFF)
+        if node not in self.use_nodes:
+            return (RUN,)
+        kept = (KEPT,) if node in self.kept else ()
+        return (RUN, *kept, *((HOSTED,) if node in self.hosted else ()), OFF)
 
 
 # -- on a space --------------------------------------------------------------------------------
@@ -60,8 +75,10 @@ def recomputation(
     space: Space,
     segments: Sequence[Segment],
     pairs: Sequence[Pair],
+    hosts: bool = False,
 ) -> Recomputation:
-    """Which nodes of a space (built with `shared`) can be off, and which values kept."""
+    """Which nodes of a space (built with `shared`) can be off, and which values kept; `hosts`: or
+    on the host, but those of loops, which stack them."""
     at = equations_of(segments)
     op_nodes = set()
     for i, node in enumerate(space.nodes):
@@ -83,7 +100,11 @@ def recomputation(
         for node, k in uses.items()
         if len(by_class.get(k, ())) == instances[k]
     }
-    return Recomputation(tuple(segments), tuple(pairs), frozenset(op_nodes), frozenset(uses), kept)
+    outside = [not segment.inside for segment in segments]
+    hosted = {n for n, some in kept.items() if hosts and all(outside[p.segment] for p in some)}
+    return Recomputation(
+        tuple(segments), tuple(pairs), frozenset(op_nodes), frozenset(uses), kept, frozenset(hosted)
+    )
 
 
 def changes_of(found: Recomputation, priced: Priced, choice: np.ndarray) -> tuple[Recompute, ...]:
@@ -91,28 +112,26 @@ def changes_of(found: Recomputation, priced: Priced, choice: np.ndarray) -> tupl
 
     A segment outside of loops of which nothing that has a buffer is made again is left as it is.
     """
-    kept: dict[int, set[tuple[int, int]]] = defaultdict(set)
+    stays: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)  # segment, state
     again: set[int] = set()
     for node, pairs in found.kept.items():
         state = _state(priced, found, node, choice)
         for pair in pairs:
-            if state == KEPT:
-                kept[pair.segment].add((pair.equation, pair.result))
-            elif state == RUN:
+            stays[pair.segment, state].add((pair.equation, pair.result))
+            if state in (RUN, HOSTED):
                 again.add(pair.segment)
     return tuple(
-        Recompute(segment, tuple(sorted(kept[n])))
+        Recompute(segment, *(tuple(sorted(stays[n, state])) for state in STAYS))
         for n, segment in enumerate(found.segments)
         if n in again or segment.inside
     )
 
 
 def _state(priced: Priced, found: Recomputation, node: int, choice: np.ndarray) -> int:
-    """RUN, KEPT or OFF, from where in the node's strategies the choice is."""
-    count, at = len(priced.strategies[node]), int(choice[node])
-    if at == count - 1:
-        return OFF
-    return KEPT if node in found.kept and at >= (count - 1) // 2 else RUN
+    """The state of a use node, from where in the node's strategies the choice is."""
+    states, at = found.states(node), int(choice[node])
+    each = (len(priced.strategies[node]) - 1) // (len(states) - 1)
+    return states[min(at // each, len(states) - 1)]
 
 
 # -- on a mesh ---------------------------------------------------------------------------------
@@ -138,12 +157,7 @@ class _Extension:
         self.state: list[np.ndarray] = []
         for i, n in enumerate(self.sizes.tolist()):
             all_of = np.arange(n)
-            if i in found.op_nodes:
-                states = [RUN, OFF]
-            elif i in found.use_nodes:
-                states = [RUN, KEPT, OFF] if i in found.kept else [RUN, OFF]
-            else:
-                states = [RUN]
+            states = found.states(i)
             parts = [all_of[:1] if s == OFF else all_of for s in states]
             self.of.append(np.concatenate(parts))
             self.state.append(np.repeat(states, [len(p) for p in parts]))
@@ -185,7 +199,14 @@ class _Extension:
         old = self.old.node_costs[self.old.node_ptr[i] : self.old.node_ptr[i + 1]]
         cost = np.where(state == OFF, 0, old[of])
         if i in self.found.kept:
-            cost = cost + np.where(state == KEPT, self.units(self.stacked(i))[of], 0)
+            written = self.units(self.stacked(i))[of]
+            cost = cost + np.where(np.isin(state, STAYS), written, 0)
+        if i in self.found.hosted:
+            pairs = self.found.kept[i]
+            value = self.model.graph.values[pairs[0].first]
+            nbytes = tensor_bytes(value.shape, value.dtype) * self.local(i, 0)
+            moved = self.units(len(pairs) * host_seconds(nbytes, self.device))
+            cost = cost + np.where(state == HOSTED, moved[of], 0)
         if i in self.forced:
             cost = np.where(np.isin(state, list(self.forced[i])), cost, INFINITY)
         return cost
@@ -196,19 +217,27 @@ class _Extension:
         return local_bytes(self.priced.mesh, (1,) * len(dims), 1.0, layouts)
 
     def stacked(self, i: int) -> np.ndarray:
-        """Seconds to write a kept value to a loop's stack and to read it back: [strategies]."""
+        """Seconds to write a kept value to a loop's stack and to read it back, or to write one
+        that the forward pass fuses into its readers: [strategies]."""
         runs = 0
         for pair in self.found.kept[i]:
             maker = int(self.model.graph.makers[pair.first, 0])
             if self.loops_of(pair):
-                runs += self.model.graph.ops[maker].repeat
+                runs += 2 * self.model.graph.ops[maker].repeat
+            elif not self.lives.has[pair.first]:
+                runs += 1
         if not runs:
             return np.zeros(self.sizes[i])
         value = self.model.graph.values[self.found.kept[i][0].first]
         nbytes = tensor_bytes(value.shape, value.dtype)
-        work = compute.Work(0.0, VECTOR, ((0, nbytes),), (), 2 * runs, False)
+        work = compute.Work(0.0, VECTOR, ((0, nbytes),), (), runs, False)
         ones = np.ones((self.sizes[i], 1), np.int64)
         return compute.seconds(work, ones, {0: self.local(i, 0)}, self.device)
+
+    @cached_property
+    def lives(self) -> Lifetimes:
+        """When the values of the graph live, and which have buffers."""
+        return lives_of(self.model.graph, rules_for(self.device.vendor, self.device.name))
 
     def loops_of(self, pair: Pair) -> list[Loop]:
         """The loops of the forward pass whose iterations stack a value."""
@@ -271,7 +300,7 @@ class _Extension:
             layouts = st.layouts(self.space.nodes[other], port, rows)
         mine = st.layouts(self.space.nodes[node], 0, self.priced.strategies[node][self.of[node]])
         same = (layouts[:, None, :] == mine[None, :, :]).all(axis=2)
-        table = np.where((self.state[node] == KEPT)[None, :] & ~same, INFINITY, 0)
+        table = np.where(np.isin(self.state[node], STAYS)[None, :] & ~same, INFINITY, 0)
         if other is not None:
             _add(out, other, node, table)
 
@@ -291,7 +320,7 @@ class _Extension:
         for other, port in spots:
             gain = self.saved(other, (port, tensor_bytes(value.shape, value.dtype)))
             gain = np.where(self.state[other] == RUN, gain[self.of[other]], 0)
-            table = np.where((self.state[node] == KEPT)[None, :], -gain[:, None], 0)
+            table = np.where(np.isin(self.state[node], STAYS)[None, :], -gain[:, None], 0)
             _add(out, other, node, table)
 
     def is_cluster(self, node: int) -> bool:
@@ -321,9 +350,9 @@ class _Extension:
         for u, i in enumerate(old.usage_node.tolist()):
             taken = old.usages[old.usage_ptr[u] : old.usage_ptr[u + 1]][self.of[i]]
             lo, hi = int(old.usage_lo[u]), int(old.usage_hi[u])
-            out.append((i, lo, hi, np.where(self.state[i] == RUN, taken, 0)))
+            out.append((i, lo, hi, np.where(np.isin(self.state[i], (RUN, HOSTED)), taken, 0)))
         graph, moment = self.model.graph, self.model.lives.moment
-        start, end, has = lives_of(graph, rules_for(self.device.vendor))
+        start, end, has = self.lives
 
         def rows(first: int, last: int) -> tuple[int, int]:
             lo = np.searchsorted(moment, first, side="left")
@@ -331,6 +360,7 @@ class _Extension:
 
         for node, pairs in self.found.kept.items():
             counted: Counter[tuple[int, int, int]] = Counter()
+            back: Counter[tuple[int, int]] = Counter()  # from the host, where it were not stored
             for pair in pairs:
                 v, w = pair.first, pair.again
                 loops = self.loops_of(pair)
@@ -343,12 +373,17 @@ class _Extension:
                 else:
                     begins = int(end[v]) + 1 if has[v] else int(start[v])
                     counted[(*rows(begins, int(end[w])), 1)] += 1
+                if node in self.found.hosted and not has[w]:
+                    back[rows(int(start[w]), int(end[w]))] += 1
             value = graph.values[pairs[0].first]
             one = tensor_bytes(value.shape, value.dtype) * self.local(node, 0)[self.of[node]]
-            one = np.where(self.state[node] == KEPT, one, 0.0)
-            for (lo, hi, times), count in counted.items():
+            one = one / self.found.parts.get(node, 1)
+            entries = [(KEPT, lo, hi, times * n) for (lo, hi, times), n in counted.items()]
+            entries += [(HOSTED, lo, hi, n) for (lo, hi), n in back.items()]
+            for state, lo, hi, count in entries:
                 if hi > lo:
-                    out.append((node, lo, hi, np.ceil(one * times * count).astype(np.int64)))
+                    taken = np.where(self.state[node] == state, one * count, 0.0)
+                    out.append((node, lo, hi, np.ceil(taken).astype(np.int64)))
         return out
 
     def end_of_backward(self, pair: Pair, end: int) -> int:

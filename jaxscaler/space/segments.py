@@ -20,14 +20,17 @@ from jaxscaler.rewrite.changes import Segment
 WIDE = 1.5  # a border may be this much wider than those between other layers
 
 
-def segmentations(graph: OpGraph, folded: Folded) -> list[tuple[Segment, ...]]:
+def segmentations(
+    graph: OpGraph, folded: Folded, loops: Sequence[Segment] = ()
+) -> list[tuple[Segment, ...]]:
     """The segmentations that are worth a search, the coarsest first; none without a marked loss.
 
     Bodies of loops are segments in all of them. What the author's own rematerialisation covers is
-    left to it.
+    left to it; that of `loops` over parts, which a plan adds, is none of the author's: a segment
+    may be around them (`rewrite.changes.around`).
     """
     forward = _forward_ops(graph)
-    own = _own_remat(graph)
+    own = _own_remat(graph, loops)
     heavy = {n: [_key(op)[0] for op in ops if _heavy(graph, op)] for n, ops in forward.items()}
     bodies = [s for loss, ops in forward.items() for s in _bodies(graph, loss, ops, own[loss])]
     found: list[tuple[Segment, ...]] = []
@@ -57,12 +60,16 @@ def _forward_ops(graph: OpGraph) -> dict[int, list[Op]]:
     return found
 
 
-def _own_remat(graph: OpGraph) -> dict[int, set[int]]:
+def _own_remat(graph: OpGraph, loops: Sequence[Segment]) -> dict[int, set[int]]:
     """Loss -> equations of its top level that the author rematerialises, or what is in them."""
     found: dict[int, set[int]] = defaultdict(set)
+    added = {(s.loss, *s.inside, i) for s in loops for i in range(s.first, s.last + 1)}
+    depths = {len(s.inside) + 1 for s in loops}
     for op in graph.ops:
         if op.origin is not None and op.origin.again:
-            found[op.origin.loss].add(op.origin.key[0])
+            loss, key, _ = op.origin
+            if not any((loss, *key[:n]) in added for n in depths):
+                found[loss].add(key[0])
     return found
 
 

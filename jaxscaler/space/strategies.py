@@ -11,7 +11,7 @@ import itertools
 
 import numpy as np
 
-from jaxscaler.graph.ir import FROZEN, REDUCE
+from jaxscaler.graph.ir import FROZEN, REDUCE, SHIFT
 from jaxscaler.space.nodes import PARTIAL, Node, Port
 
 UNUSED = -1
@@ -114,4 +114,14 @@ def eager_reductions(node: Node, rows: np.ndarray) -> list[tuple[int, int]]:
         for a in range(rows.shape[1])
         for f, factor in enumerate(node.factors)
         if factor.kind == REDUCE and factor.combiner != "sum" and (rows[:, a] == f).any()
+    ]
+
+
+def shifts(node: Node, rows: np.ndarray) -> list[tuple[int, int]]:
+    """(axis, factor) columns whose split makes devices hand an element to the next."""
+    return [
+        (a, f)
+        for a in range(rows.shape[1])
+        for f, factor in enumerate(node.factors)
+        if factor.combiner == SHIFT and (rows[:, a] == f).any()
     ]

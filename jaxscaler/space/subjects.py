@@ -107,7 +107,7 @@ class Subjects:
                 continue
             if subject.layers is not None and not self._in_layers(subject.layers, op):
                 continue
-            if subject.source is None or _at_source(subject.source, op.source):
+            if subject.source is None or at_source(subject.source, op.source):
                 out.append(o)
         return out
 
@@ -243,7 +243,7 @@ class Subjects:
         return dict(found)
 
 
-def _at_source(wanted: str, source: str) -> bool:
+def at_source(wanted: str, source: str) -> bool:
     """Whether "path/file.py:12 (function)" is in "file.py", "file.py:12" or "file.py:10-20"."""
     place = _LINES.match(wanted)
     file, _, line = source.split(" (")[0].rpartition(":")

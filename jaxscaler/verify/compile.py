@@ -37,7 +37,7 @@ def main(folder: Path) -> None:
             job["compiler_options"],
         )
         seconds = time.perf_counter() - start
-        result = {"memory": _memory(executable), "seconds": seconds, **_text(executable, folder)}
+        result = {"memory": memory_of(executable), "seconds": seconds, **_text(executable, folder)}
     except MemoryError:
         raise  # told by the exit status
     except Exception as error:
@@ -55,7 +55,7 @@ def _devices(job: dict[str, Any]) -> list[Any]:
     return _compat.topology_devices(job["platform"], job["topology"], options)
 
 
-def _memory(executable: Any) -> dict[str, int]:
+def memory_of(executable: Any) -> dict[str, int]:
     """Bytes on one device by kind, and on its host."""
     stats = executable.get_compiled_memory_stats()
     found = {kind: getattr(stats, f"{kind}_size_in_bytes") for kind in MEMORY}

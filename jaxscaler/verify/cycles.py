@@ -7,9 +7,21 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping
 
+from jaxscaler.cluster.devices import Device
 from jaxscaler.verify import hlo_text
 
+# Floating-point operations of a cycle: cores x matrix units x rows x columns x 2.
+PER_CYCLE = {
+    "v4": 2 * 4 * 128 * 128 * 2, "v5e": 4 * 128 * 128 * 2, "v5p": 2 * 4 * 128 * 128 * 2,
+    "v6e": 4 * 256 * 256 * 2,
+}  # fmt: skip
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+
+
+def clock(device: Device) -> float | None:
+    """Cycles a second: of a TPU its peak over what its matrix units do in a cycle, else None."""
+    done = PER_CYCLE.get(device.name)
+    return device.flops("bf16") / done if done else None
 
 
 def op_cycles(text: str, trip_counts: Mapping[str, int] = {}) -> tuple[tuple[str, int], ...]:

@@ -27,6 +27,8 @@ def folded_step(
 ) -> tuple[Traced, Layouts]:
     """The step with a few of each class of equations, for `lower`; it computes nothing sensible.
 
+    Barriers are left out: `layouts` are those of the graph without them.
+
     Arguments and results are those of the whole step: a left-out layer's results are those of the
     layer that stands for it.
     """
@@ -42,7 +44,11 @@ def folded_step(
     stands_for: Counter[int] = Counter()
     kept: dict[int, int] = {}  # where an equation stood -> where it stands
     renamed: dict = {}
+    barriers = {barrier.key for barrier in graph.barriers}
     for i, eqn in enumerate(jaxpr.eqns):
+        if (i,) in barriers:
+            renamed.update(zip(eqn.outvars, (_of(renamed, v) for v in eqn.invars)))
+            continue
         key, most = tuple(classes[i]), 2
         if key and not layered[i]:
             operands = (_of(renamed, v) for v in eqn.invars if not _compat.is_literal(v))

@@ -1,9 +1,10 @@
-"""Plan, compile, plan again: until the compiled step fits."""
+"""Plan, audit, compile, plan again: until the compiled step fits."""
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +13,49 @@ from jaxscaler.errors import InfeasibleError, PlanError
 from jaxscaler.plan import Plan
 from jaxscaler.report.show import size_text
 from jaxscaler.verify import targets
+from jaxscaler.verify.choose import best_of, without_surprises
 from jaxscaler.verify.report import Verified, verified
 
 ROUNDS = 4  # compiles
 SLACK = 1.01  # of the learned factor: the next plan's temporaries are others
+
+
+def plan_verified(
+    search: Callable[..., Any],
+    cluster: Cluster,
+    memory: float,
+    verify: bool | int | str,
+    constraints: Sequence[Any],
+    author: Any,
+    progress: Any = None,
+) -> Any:
+    """The planned step that `parallelize(verify=...)` runs: audited, compiled, and planned again.
+
+    `search(memory=, constraints=, author=)`: `planner.plan_step` of the step. `verify`: True; a
+    number, of meshes whose best plans are compiled, of which the fastest by the compiler's word is
+    taken; or "present": compile for the devices present instead of by the cluster's own compiler.
+    """
+    count = 1 if verify == targets.PRESENT else verify
+    if not isinstance(count, int) or count < 1:
+        raise PlanError(f"verify={verify!r}: True, a number of plans above 0, or 'present'")
+
+    def searched(
+        memory: float, constraints: Sequence[Any] = constraints, axes: Any = author.axes
+    ) -> Any:
+        own = replace(author, axes=axes)
+        return search(memory=memory, constraints=tuple(constraints), author=own)
+
+    target = targets.PRESENT if verify == targets.PRESENT else None
+    check = functools.partial(verified, target=target, progress=progress)
+
+    def fitting(**options: Any) -> Any:
+        careful = without_surprises(functools.partial(searched, **options), tuple(constraints))
+        return until_it_fits(careful, cluster, memory, check, here=target is not None)
+
+    first = fitting()
+    if count == 1:
+        return first
+    return best_of(first, int(count), lambda axes: fitting(axes=tuple(axes)), check)
 
 
 def until_it_fits(
@@ -24,6 +64,7 @@ def until_it_fits(
     memory: float,
     check: Callable[[Plan], Verified] = verified,
     rounds: int = ROUNDS,
+    here: bool = False,
 ) -> Any:
     """The first planned step whose compiled program stays within `memory`, a share of the device's.
 
@@ -31,10 +72,11 @@ def until_it_fits(
     the factor by which its temporaries exceed the predicted ones is learned, and the next search
     has as much less room for temporaries. What came of it is in the plan's notes. Raises PlanError
     where the compiler is not there, InfeasibleError where no plan is left; a plan that still does
-    not fit after `rounds` compiles is returned with a warning.
+    not fit after `rounds` compiles is returned with a warning. `here`: `check` needs no compiler
+    but that of the devices present.
     """
-    target = targets.target_of(cluster)
-    if lacking := targets.missing(target):
+    target = None if here else targets.target_of(cluster)
+    if target is not None and (lacking := targets.missing(target)):
         extra = targets.EXTRA[target.platform]
         raise PlanError(
             f"verify=True: {', '.join(lacking)} not installed: pip install 'jaxscaler[{extra}]'"

@@ -28,7 +28,7 @@ _AXES = {  # the attribute of a sdy collective that holds its axes
 }
 _DIMS = ("all_gather_dim", "scatter_dimension", "split_dimension", "concat_dimension")
 _AXIS = re.compile(r'"([^"]+)"(?::\((\d+)\)(\d+))?')
-_REPEATED = re.compile(r"/repeated(\d+)(?=/|$)")
+_REPEATED = re.compile(r"(?:/|(?<=\())repeated(\d+)(?=[/)]|$)")
 _FRAME = re.compile(r'"([^"]*)"\("([^"]+)":(\d+):')
 
 

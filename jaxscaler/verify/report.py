@@ -10,11 +10,14 @@ from math import prod
 from typing import Any
 
 from jaxscaler.cluster.cluster import Cluster
+from jaxscaler.cluster.mesh import Mesh, named_mesh
+from jaxscaler.cost.collective import collective_time
 from jaxscaler.errors import PlanError
 from jaxscaler.graph.ir import BATCH, CONSTANT, RNG, STATE_ROLES
 from jaxscaler.plan import Plan, Traffic
 from jaxscaler.report.show import size_text
 from jaxscaler.verify import audit as shardy
+from jaxscaler.verify.cycles import clock
 from jaxscaler.verify.normal_form import (
     ALL_GATHER,
     ALL_SLICE,
@@ -23,7 +26,8 @@ from jaxscaler.verify.normal_form import (
     Node,
     normal_form,
 )
-from jaxscaler.verify.targets import Target, target_of
+from jaxscaler.verify.present import compiled_here
+from jaxscaler.verify.targets import PRESENT, Target, target_of
 from jaxscaler.verify.worker import TIMEOUT, TOO_BIG, Compiled, Progress, compile_for
 
 Axes = tuple[str, ...]
@@ -122,6 +126,33 @@ class Verified:
         )
 
     @property
+    def seconds(self) -> float | None:
+        """Seconds of a step with the compiler's word in place of the plan's: its collectives, at
+        the plan's prices, and on TPUs its cycles; None where the compiled text is not to be had.
+        """
+        if self.compared is None:
+            return None
+        own = Cluster.from_dict(self.plan.cluster)
+        mesh = named_mesh(own, self.plan.axes)
+        found = self.plan.predicted.seconds
+        for planned, sign in ((False, 1), (True, -1)):
+            found += sign * moving_seconds(self._moved(planned), mesh)
+        rate = clock(own.device)
+        if self.compiled.cycles and rate:
+            cycles = sum(n for _, n in self.compiled.cycles)
+            found += cycles / rate - self.plan.predicted.compute
+        return found
+
+    def _moved(self, planned: bool) -> list[Collective]:
+        if not planned:
+            return list(self.compiled.collectives or ())
+        return [
+            Collective(t.kind, _axes(t), round(t.nbytes), "", t.count)
+            for t in self.plan.traffic
+            if t.kind in COLLECTIVES
+        ]
+
+    @property
     def agreement(self) -> float | None:
         """As `Audit.agreement`, of the compiled collectives."""
         return None if self.compared is None else agreement(self.compared)
@@ -209,6 +240,9 @@ def verified(
     """A target's word on a plan: see `Plan.verify`."""
     step = _step(plan, "verified")
     own = Cluster.from_dict(plan.cluster)
+    if target == PRESENT:
+        compiled = compiled_here(plan, step, own)
+        return _beside(plan, compiled, own)
     where: Target = target_of(own if target is None else target)
     size = prod(n for _, n in plan.axes)
     if where.devices != size:
@@ -225,10 +259,14 @@ def verified(
         progress=progress,
         **options,
     )
+    return _beside(plan, compiled, own)
+
+
+def _beside(plan: Plan, compiled: Compiled, own: Cluster) -> Verified:
     share = plan.predicted.limit_bytes / own.device.hbm_bytes
     found = compiled.collectives
     compared = None if found is None else compare(plan.traffic, found)
-    return Verified(plan, compiled, share * where.memory, compared)
+    return Verified(plan, compiled, share * compiled.target.memory, compared)
 
 
 def target_platform(plan: Plan) -> str:
@@ -261,6 +299,20 @@ def compare(planned: Iterable[Traffic], found: Iterable[Collective]) -> tuple[Co
         bytes_.setdefault((c.kind, c.axes), [0.0, 0.0])[1] += c.bytes * c.count
     rows = (Compared(kind, axes, a, b) for (kind, axes), (a, b) in bytes_.items())
     return tuple(sorted(rows, key=lambda row: (-max(row.planned, row.found), row.kind, row.axes)))
+
+
+def moving_seconds(collectives: Iterable[Collective], mesh: Mesh) -> float:
+    """Seconds of collectives one after the other. One over a part of an axis, as partitioners
+    split them, counts as over the whole."""
+    total = 0.0
+    for c in collectives:
+        if c.axes:
+            axis = mesh.axis(",".join(dict.fromkeys(_PART.sub("", name) for name in c.axes)))
+            total += c.count * float(collective_time(c.kind, axis, c.bytes))
+    return total
+
+
+_PART = re.compile(r":\(\d+\)\d+$")
 
 
 def agreement(rows: Sequence[Compared]) -> float:

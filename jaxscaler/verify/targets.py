@@ -15,6 +15,7 @@ from jaxscaler.cluster.devices import find_device
 from jaxscaler.errors import PlanError
 
 CUDA, TPU, CPU = "cuda", "tpu", "cpu"
+PRESENT = "present"  # the topology of devices that are there, which kernels are tuned on
 
 # Per platform: the extra that brings the compiler, its packages, and what an ahead-of-time compile
 # of it can not know.

@@ -117,7 +117,9 @@ class Compiled:
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        return targets.UNKNOWN[self.target.platform]
+        here = self.target.topology == targets.PRESENT
+        texts = targets.UNKNOWN[self.target.platform]
+        return tuple(text for text in texts if not (here and text.startswith("autotuning")))
 
 
 @dataclass(frozen=True)
@@ -285,7 +287,7 @@ def _report(
     if "status" in result:
         return replace(made, status=result["status"], detail=result["detail"])
     if "error" in result:
-        status, needs = _error(result["error"])
+        status, needs = status_of(result["error"])
         return replace(made, status=status, detail=result["error"][:2000], needs=needs)
     remarks = tuple(result.get("remarks", ()))
     made = replace(
@@ -303,7 +305,7 @@ def _report(
     return replace(made, collectives=moved, cycles=cycles)
 
 
-def _error(message: str) -> tuple[str, float | None]:
+def status_of(message: str) -> tuple[str, float | None]:
     """(status, bytes needed if it says so) of what the compiler raised."""
     if used := _HBM.search(message):
         size, unit = [part for part in used.groups() if part is not None]

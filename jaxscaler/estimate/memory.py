@@ -1,0 +1,264 @@
+"""Memory of a device by component: what is there all the time, and what a micro-batch leaves.
+
+Bytes per parameter: Rajbhandari et al. 2020 (ZeRO), section 3; EleutherAI, Transformer Math 101.
+Activations: Korthikanti et al. 2022, equations 1 to 6 and table 2, here by tensors, so that they
+hold for grouped keys, gated MLPs and experts too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from jaxscaler.cost.pipeline import in_flight
+from jaxscaler.errors import ConfigError
+from jaxscaler.estimate.body import EMBED, HEAD, LAYER, Leaf
+from jaxscaler.estimate.config import BUCKETS, ModelConfig, padded_vocab
+from jaxscaler.estimate.parallel import ParallelConfig
+
+GB = 1e9
+
+
+class Optimizer(NamedTuple):
+    """Bytes per parameter of its state; `traffic`: read and written by an update of f32 numbers,
+    the gradient and parameter with it. Adafactor keeps rows and columns, which are next to nothing.
+    """
+
+    state: float
+    traffic: float
+
+
+# m, v of Adam in f32: Kingma and Ba 2015; in 8 bits, with a scale per block of 2048: Dettmers et
+# al. 2022; Adafactor without momentum: Shazeer and Stern 2018.
+OPTIMIZERS: Mapping[str, Optimizer] = {
+    "sgd": Optimizer(0, 12),
+    "momentum": Optimizer(4, 20),
+    "adam": Optimizer(8, 28),
+    "adam8bit": Optimizer(2 + 2 * 4 / 2048, 16),
+    "adafactor": Optimizer(0, 16),
+}
+# Bytes of a logit at the loss: 16-bit and 32-bit copies of it, of the softmax and of the gradient.
+# "jax" fuses the latter two; PyTorch keeps all; Megatron's parallel cross entropy works in place.
+LOGITS = {
+    "jax": 2.0 + 4,
+    "pytorch": 2.0 + 4 + 4 + 4,
+    "deepspeed": 2.0 + 4 + 4 + 4,
+    "megatron": 2.0 + 4 + 4,
+}
+BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8": 1.0, "int8": 1.0, "int4": 0.5}
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes per parameter: as read by products, its gradient, its master copy, optimizer state.
+
+    copied: of its gradient in f32 while the update runs, where it is in 16 bits until then. The
+    ZeRO paper does not count it.
+    """
+
+    parameter: float
+    gradient: float
+    master: float
+    optimizer: float
+    copied: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.parameter + self.gradient + self.master + self.optimizer
+
+
+def states_of(optimizer: str, dtype: str, master: bool, gradient: str, stack: str) -> States:
+    """Bytes per parameter while training in `dtype`.
+
+    `master`: parameters are also kept in f32. PyTorch keeps both copies; a JAX step has the f32 one
+    alone and casts it where it is read. `gradient`: dtype that gradients are summed up in.
+    """
+    if stack not in LOGITS:
+        raise ConfigError(f"stack={stack!r}: one of {', '.join(LOGITS)}")
+    if optimizer not in OPTIMIZERS:
+        raise ConfigError(f"optimizer={optimizer!r}: one of {', '.join(OPTIMIZERS)}")
+    for name, value in (("dtype", dtype), ("gradient", gradient)):
+        if value not in BYTES:
+            raise ConfigError(f"{name}={value!r}: one of {', '.join(BYTES)}")
+    kept = 2.0 if dtype == "float8" else BYTES[dtype]  # products alone are in 8 bits
+    state = OPTIMIZERS[optimizer].state
+    if kept == 4 or not master:
+        return States(kept, BYTES[gradient], 0.0, state)
+    if stack == "jax":
+        return States(0.0, BYTES[gradient], 4.0, state)
+    copied = 4.0 if BYTES[gradient] < 4 else 0.0
+    return States(kept, BYTES[gradient], 4.0, state, copied)
+
+
+def saved_per_layer(
+    model: ModelConfig,
+    micro: int,
+    seq: int,
+    parallel: ParallelConfig,
+    recompute: str,
+    attention: str = "flash",
+    dropout: bool = False,
+    nbytes: float = 2.0,
+) -> float:
+    """Bytes that a layer keeps of a micro-batch on a device, as fused kernels keep them.
+
+    With no recomputation, heads of hidden / heads and an MLP of 4 * hidden with dropout this is
+    s b h (10 + 24 / t + 5 a s / (h t)), its 10 divided by t with sequence parallelism.
+    """
+    tokens = micro * seq / parallel.cp
+    tp, split = parallel.tp, parallel.tp if parallel.sp else 1
+    h = model.hidden
+    if recompute == "full":
+        return nbytes * tokens * h * model.mlps / split
+    blocks = model.attentions + model.mlps
+    masks = blocks * tokens * h if dropout else 0.0
+    whole = nbytes * tokens * h * 2 * blocks + masks  # inputs of norms and of what follows them
+    kv = model.kv_width if tp <= model.kv_heads else tp * model.head_size
+    # q, k, v, input of out
+    inside = model.attentions * nbytes * tokens * (2 * model.query_width + 2 * kv)
+    rows = tokens * (model.chosen or 1)
+    inside += model.mlps * nbytes * rows * model.ffn * (3 if model.gated else 2)
+    if model.experts:  # rows as they come to the experts, and come back
+        whole += 2 * nbytes * rows * h
+    if attention == "unfused" and recompute == "none":
+        scores = model.attentions * model.heads * tokens * seq
+        inside += scores * (2 * nbytes + 1 if dropout else nbytes)
+    return whole / split + inside / tp
+
+
+class StageSize(NamedTuple):
+    """What a pipeline stage has: layers, and which ends."""
+
+    layers: int
+    first: bool
+    last: bool
+
+
+def stages_of(layers: int, pp: int) -> list[StageSize]:
+    """Layers as evenly as they go; what is left over goes to stages inside, last to the ends."""
+    each, more = divmod(layers, pp)
+    inner = [*range(1, pp - 1), 0, pp - 1][: pp if pp > 1 else 1]
+    extra = set(inner[:more])
+    return [StageSize(each + (i in extra), i == 0, i == pp - 1) for i in range(pp)]
+
+
+class Local(NamedTuple):
+    """Parameters of a stage on one device, by who shares them."""
+
+    dense: int
+    expert: int
+
+    @property
+    def all(self) -> int:
+        return self.dense + self.expert
+
+
+def leaves_of(model: ModelConfig, tp: int, ep: int) -> tuple[Leaf, ...]:
+    """Parameters by place on one device, in closed form: what `Body.leaves` sums up to."""
+    h, q, f = model.hidden, model.query_width, model.ffn
+    kv = max(model.kv_heads, tp) * model.head_size  # each device has a copy of what it reads
+    biased, gpt = model.qkv_bias or model.family == "gpt", model.family == "gpt"
+    attention = (h * (q + 2 * kv) + q * h + (q + 2 * kv if biased else 0)) // tp
+    whole = (model.attentions + model.mlps) * (2 if gpt else 1) * h  # norms
+    whole += 2 * h if gpt else 0  # biases of out and down
+    mlp = model.matrices * h * f // tp + (f // tp if gpt else 0)
+    if model.experts:
+        whole += h * model.experts
+    vocab = padded_vocab(model.vocab, tp)
+    table = vocab // tp * h + (model.context * h if model.positions else 0)
+    head = model.head_parameters - (0 if model.tied else h * model.vocab)
+    if model.family == "t5":  # biases of positions, by heads
+        head -= 2 * BUCKETS * (model.heads - model.heads // tp)
+    head += 0 if model.tied else vocab // tp * h
+    dense = model.attentions * attention + whole + (0 if model.experts else model.mlps * mlp)
+    layer = [Leaf("layer", LAYER, 0, dense, False)]
+    if model.experts:
+        layer.append(Leaf("experts", LAYER, 0, model.experts // ep * mlp, True))
+    return (*layer, Leaf("table", EMBED, 0, table, False), Leaf("head", HEAD, 0, head, False))
+
+
+def local_parameters(
+    leaves: Sequence[Leaf], model: ModelConfig, stage: StageSize, pp: int
+) -> Local:
+    """Elements on a device before ZeRO; tied tables stand on the first and on the last stage."""
+    counts = {LAYER: stage.layers, EMBED: stage.first, HEAD: stage.last}
+    dense = sum(x.local * counts[x.where] for x in leaves if not x.expert)
+    expert = sum(x.local * counts[x.where] for x in leaves if x.expert)
+    if model.tied and stage.last and pp > 1:
+        dense += max(x.local for x in leaves if x.where == EMBED)
+    return Local(dense, expert)
+
+
+def training_memory(
+    model: ModelConfig,
+    leaves: Sequence[Leaf],
+    saved: float,
+    parallel: ParallelConfig,
+    states: States,
+    *,
+    micro: int,
+    seq: int,
+    micro_batches: int,
+    recompute: str,
+    attention: str,
+    dropout: bool,
+    overhead: float,
+    trained: float = 1.0,
+    late: bool = False,
+    logit_bytes: float = 6.0,
+) -> dict[str, float]:
+    """Bytes by component on the fullest device; `trained`: share of parameters that are (LoRA).
+
+    `saved`: bytes that a layer keeps of a micro-batch. `overhead`: bytes of the framework itself.
+    `late`: gradients are not there while the loss is computed: a JAX step of one micro-batch.
+    `late`: gradients are not there while the loss is computed: a JAX step of one micro-batch.
+    `logit_bytes`: of every logit, as `LOGITS` has them.
+    """
+    stages = stages_of(model.layers, parallel.pp)
+    found: dict[str, float] = {}
+    for at in sorted({0, parallel.pp // 2, parallel.pp - 1}):
+        stage = stages[at]
+        n = local_parameters(leaves, model, stage, parallel.pp)
+        shards = {kind: max(1, k) for kind, k in _shards(parallel).items()}
+
+        def spread(nbytes: float, stage_of_zero: int, n=n, shards=shards) -> float:
+            split = parallel.zero >= stage_of_zero
+            dense = n.dense / (shards["dense"] if split else 1)
+            return nbytes * (dense + n.expert / (shards["expert"] if split else 1))
+
+        layer = local_parameters(leaves, model, StageSize(1, False, False), 2).all
+        parts = {
+            "parameters": spread(states.parameter, 3) if states.parameter
+            else spread(states.master, 3),
+            "master parameters": trained * spread(states.master, 1) if states.parameter else 0.0,
+            "gradients": trained * spread(states.gradient, 2),
+            "optimizer": trained * spread(states.optimizer, 1),
+            "gradients in f32": trained * spread(states.copied, 1),
+        }  # fmt: skip
+        if parallel.zero == 3 and max(shards.values()) > 1:
+            parts["gathered layers"] = 2 * 2.0 * layer
+        held = in_flight(parallel.schedule, at, parallel.pp, micro_batches, parallel.chunks)
+        parts["activations"] = saved * stage.layers * held
+        if recompute == "full":
+            parts["recomputed layer"] = saved_per_layer(
+                model, micro, seq, parallel, "none", attention, dropout
+            )
+        if stage.last:
+            tokens = micro * seq / parallel.cp
+            logits = tokens * model.vocab / parallel.tp * logit_bytes
+            gone = parts["gradients"] if late else parts.get("recomputed layer", 0.0)
+            parts["logits"] = max(0.0, logits - gone)
+        parts["framework"] = overhead
+        if sum(parts.values()) > sum(found.values()):
+            found = parts
+    return {name: nbytes for name, nbytes in found.items() if nbytes}
+
+
+def _shards(p: ParallelConfig) -> dict[str, int]:
+    return {"dense": p.shards, "expert": max(1, p.shards // p.ep)}
+
+
+def kv_cache_bytes(model: ModelConfig, batch: int, context: int, nbytes: float = 2.0) -> float:
+    """Keys and values of all tokens, on all devices: 2 * bytes * L * K * H * T * b."""
+    return 2 * nbytes * model.layers * model.kv_width * context * batch

@@ -1,0 +1,219 @@
+"""Loops over parts as they would be in a plan space, before a step is traced with them.
+
+Of a value that a loop makes, one part is in memory at a time; its kernels start once a part, and
+read anew what they read whole; what the backward pass needs is made again there. All that is a
+change of numbers in a `Model`: nodes, edges and strategies stay. What a loop adds beside (copies
+that put parts in order, sums over parts and lanes, reductions once a part) is left out, so that a
+plan priced so is at most too good; the step that is traced with the loop has the true price.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxscaler.cluster.mesh import Mesh
+from jaxscaler.cost.compute import Work
+from jaxscaler.graph.ir import FORWARD, Op, OpGraph
+from jaxscaler.rewrite.changes import Key
+from jaxscaler.space.nodes import Node
+from jaxscaler.space.price import Filter
+from jaxscaler.space.problem import Model, tensor_bytes
+from jaxscaler.space.problem import model as model_of
+
+ROUNDS = 4  # of following a factor back and forth through the ops of a loop
+
+
+class Looped(NamedTuple):
+    """A loop over `parts` parts of a factor of `size` in what equations of one loss make.
+
+    cuts: (loss, key of an equation) -> per result the dim that is cut, None for a whole one.
+    again: whether a part is made again in the backward pass (a co-shard), or the backward pass of a
+    part follows its forward pass (accumulation).
+    """
+
+    parts: int
+    size: int
+    cuts: Mapping[tuple[int, Key], tuple[int | None, ...]]
+    again: bool
+
+
+class Reach(NamedTuple):
+    """What a loop covers of a graph: ops, values that it holds in parts, ops that run once more.
+
+    whole: op -> its ports (operands, then results) that each part reads or makes whole. cut: value
+    that is made in parts -> its dim that is cut.
+    """
+
+    ops: frozenset[int]
+    values: frozenset[int]
+    more: frozenset[int]
+    whole: Mapping[int, frozenset[int]]
+    cut: Mapping[int, int]
+
+
+def reach(graph: OpGraph, loop: Looped) -> Reach:
+    """Which ops and values of a graph a loop would cover.
+
+    `graph`: of the step without the loop, with or without recomputation.
+    """
+    inside = [op for op in graph.ops if equation_of(loop, op) is not None]
+    ids = {op.id for op in inside}
+    cut = _followed(graph, loop, inside)
+    readers: dict[int, list[int]] = {}
+    for o, _, v in graph.reads.tolist():
+        readers.setdefault(v, []).append(o)
+    results = set(graph.outputs)
+    held = {v for v in cut if v not in results and all(o in ids for o in readers.get(v, ()))}
+    more: set[int] = set()
+    if loop.again:
+        copied = {op.origin for op in inside if op.origin and op.origin.again}
+        for op in reversed(inside):
+            assert op.origin is not None
+            if op.phase != FORWARD or op.origin.again or op.origin._replace(again=True) in copied:
+                continue
+            for v in op.outputs:
+                if any(o in more or graph.ops[o].phase != FORWARD for o in readers.get(v, ())):
+                    more.add(op.id)
+    whole = {op.id: _whole_ports(graph, op, cut) for op in inside}
+    return Reach(frozenset(ids), frozenset(held), frozenset(more), whole, cut)
+
+
+def _whole_ports(graph: OpGraph, op: Op, cut: Mapping[int, int]) -> frozenset[int]:
+    """Ports of an op that lack the factor of a loop; none where the op is not known to have it."""
+    rule = graph.kinds[op.kind].rule
+    sides = (*zip(op.inputs, rule.operands), *zip(op.outputs, rule.results))
+    f = next((_major(dims, cut[v]) for v, dims in sides if v in cut), None)
+    if f is None:
+        return frozenset()
+    return frozenset(p for p, (_, dims) in enumerate(sides) if _dim_of(dims, f) is None)
+
+
+def equation_of(loop: Looped, op: Op) -> tuple[int, Key] | None:
+    """The equation of the loop that an op came from, whole or from inside of it."""
+    if op.origin is None:
+        return None
+    loss, key, _ = op.origin
+    around = ((loss, key[:n]) for n in range(1, len(key) + 1, 2))
+    return next((equation for equation in around if equation in loop.cuts), None)
+
+
+def _followed(graph: OpGraph, loop: Looped, inside: Sequence[Op]) -> dict[int, int]:
+    """Value that ops of the loop make -> its dim that is cut: by the factors of their rules."""
+    made = {v for op in inside for v in op.outputs if v >= 0}
+    cut: dict[int, int] = {}
+    for op in inside:
+        known = loop.cuts.get((op.origin.loss, op.origin.key)) if op.origin else None
+        if known is not None and op.phase == FORWARD and len(known) == len(op.outputs):
+            shapes = zip(op.outputs, known)
+            cut.update({v: d for v, d in shapes if v >= 0 and d is not None
+                        and d < len(graph.values[v].shape)})  # fmt: skip
+    for turn in range(ROUNDS):
+        before = len(cut)
+        for op in inside if turn % 2 == 0 else reversed(inside):
+            rule = graph.kinds[op.kind].rule
+            sides = (*zip(op.inputs, rule.operands), *zip(op.outputs, rule.results))
+            f = next((_major(dims, cut[v]) for v, dims in sides if v in cut), None)
+            if f is None:
+                continue
+            for v, dims in sides:
+                if v in made and v not in cut and (d := _dim_of(dims, f)) is not None:
+                    cut[v] = d
+        if turn and len(cut) == before:
+            break
+    return cut
+
+
+def _major(dims: Sequence[tuple[int, ...]], dim: int) -> int | None:
+    return dims[dim][0] if dim < len(dims) and dims[dim] else None
+
+
+def _dim_of(dims: Sequence[tuple[int, ...]], factor: int) -> int | None:
+    return next((d for d, dim in enumerate(dims) if dim and dim[0] == factor), None)
+
+
+# -- in a model --------------------------------------------------------------------------------
+
+
+def with_loops(model: Model, loops: Sequence[tuple[Looped, Reach]]) -> Model:
+    """The model of the step with these loops: what they hold, and what their kernels cost."""
+    graph, folded = model.graph, model.folded
+    share = np.ones(len(graph.values))
+    parts = np.ones(len(graph.ops), np.int64)
+    runs = np.ones(len(graph.ops), np.int64)
+    whole: dict[int, frozenset[int]] = {}
+    for loop, covered in loops:
+        share[list(covered.values)] /= loop.parts
+        whole.update(covered.whole)
+        parts[list(covered.ops)] *= loop.parts
+        runs[list(covered.more)] += 1
+    lives = model.lives._replace(share=model.lives.share * share[model.lives.value])
+    found = model_of(graph, folded, model.space, lives)
+    classes = folded.op_class
+    total = Counter(classes.tolist())
+    least = np.full(len(folded.representatives), np.iinfo(np.int64).max)
+    np.minimum.at(least, classes, parts)
+    times = np.zeros(len(folded.representatives))
+    np.add.at(times, classes, runs)
+    works = []
+    for node, work in zip(model.space.nodes, found.works):
+        if work is not None:
+            split = min(int(least[c]) for c in node.members)
+            again = max(times[c] / total[c] for c in node.members)
+            first = int(folded.representatives[node.members[0]])
+            ports = whole.get(first, frozenset()) if node.what == "op" else frozenset()
+            work = _in_parts(work, split, again, ports)
+        works.append(work)
+    pieces = np.ones(len(graph.values), np.int64)  # in which a value goes from layout to layout
+    for loop, covered in loops:
+        pieces[list(covered.cut)] *= loop.parts
+    fewest = np.full(int(folded.value_class.max(initial=0)) + 1, np.iinfo(np.int64).max)
+    np.minimum.at(fewest, folded.value_class, pieces)
+    by_class = {k: n for k, n in enumerate(fewest.tolist()) if 1 < n < np.iinfo(np.int64).max}
+    return replace(found, works=tuple(works), extend=model.extend, parts=by_class)
+
+
+def _in_parts(work: Work, parts: int, again: float, whole: frozenset[int]) -> Work:
+    """A kernel that runs once a part on part of its work, but on all of what is whole to it."""
+    if parts == 1 and again == 1:
+        return work
+    tensors = tuple((p, n if p in whole else n / parts) for p, n in work.tensors)
+    runs = max(round(work.runs * again), work.runs) * parts
+    return work._replace(flops=work.flops / parts, tensors=tensors, runs=runs)
+
+
+def divisible(model: Model, loops: Sequence[tuple[Looped, Reach]]) -> Filter:
+    """Which strategies cut a loop's factor only as often as one part of it can be cut."""
+    space, classes = model.space, model.folded.value_class.tolist()
+    limits: dict[int, set[tuple[int, int]]] = defaultdict(set)  # node -> (factor, of one part)
+    for loop, covered in loops:
+        for v, dim in covered.cut.items():
+            for spot in (space.made.get(classes[v]), space.use.get(classes[v])):
+                if spot is not None and not space.nodes[spot[0]].paired:
+                    factors = space.nodes[spot[0]].ports[spot[1]].dims[dim]
+                    limits[spot[0]].update((f, loop.size // loop.parts) for f in factors[:1])
+    of = {id(node): limits[i] for i, node in enumerate(space.nodes) if i in limits}
+
+    def keep(node: Node, rows: np.ndarray, mesh: Mesh) -> np.ndarray:
+        mask = np.ones(len(rows), bool)
+        for factor, size in of.get(id(node), ()):
+            ways = np.where(rows == factor, np.array(mesh.shape, np.int64), 1).prod(axis=1)
+            mask &= size % ways == 0
+        return mask
+
+    return keep
+
+
+def held_bytes(model: Model, covered: Reach, price: np.ndarray) -> float:
+    """Bytes of what a loop would hold in parts, times the `price` of the rows [rows] it is in."""
+    lives = model.lives
+    total = np.concatenate(([0.0], np.cumsum(price)))
+    mine = np.isin(lives.value, list(covered.values))
+    values = [model.graph.values[v] for v in lives.value[mine].tolist()]
+    size = np.array([tensor_bytes(value.shape, value.dtype) for value in values])
+    cost = total[lives.hi[mine]] - total[lives.lo[mine]]
+    return float((size * lives.share[mine] * cost).sum())

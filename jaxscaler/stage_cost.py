@@ -1,0 +1,221 @@
+"""What the stages of a pipeline cost, as the planner's own prices say: `schedule.Pipeline`s.
+
+A stage step is planned and priced whole (`rewrite/stage_step.py`). Here its price is told apart by
+task: the cost of each node goes to the tasks whose equations it decides, that of an edge to the
+later of its two nodes, equations inside of the loop to micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from jaxscaler.cluster.links import Link
+from jaxscaler.lower.layouts import Spec
+from jaxscaler.lower.sites import Places, Planned
+from jaxscaler.rewrite.parts import Part, nbytes
+from jaxscaler.rewrite.stage_step import StageStep
+from jaxscaler.rewrite.stages import Staged
+from jaxscaler.schedule.tasks import Edge, Pipeline, StageWork
+
+OUTSIDE = (-1, "U")  # of the loop: preparation and update
+
+
+def task_seconds(staged: Staged, step: StageStep, planned: Any) -> dict[tuple[int, str], float]:
+    """(run, phase) -> seconds of its work for one micro-batch; OUTSIDE: of what runs once a step.
+
+    `planned`: the `planner.Planned` of the stage step.
+    """
+    best = planned.plan.session.best
+    priced, choice = best.priced, best.choice
+    nodes, problem = priced.model.space.nodes, priced.problem
+    shares = _shares(staged, step, planned)
+    found: dict[tuple[int, str], float] = defaultdict(float)
+
+    def add(node: int, cost: float) -> None:
+        counts: Mapping = Counter()
+        for c in nodes[node].members:
+            counts = shares[c]
+            break
+        total = sum(counts.values())
+        for where, n in counts.items():
+            found[where] += cost * priced.unit * n / total
+        if not total:
+            found[OUTSIDE] += cost * priced.unit
+
+    for node, cost in enumerate(problem.node_costs[problem.node_ptr[:-1] + choice].tolist()):
+        add(node, cost)
+    if len(problem.edge_nodes):
+        i, j = problem.edge_nodes[:, 0], problem.edge_nodes[:, 1]
+        width = problem.node_ptr[j + 1] - problem.node_ptr[j]
+        costs = problem.edge_costs[problem.edge_ptr[:-1] + choice[i] * width + choice[j]]
+        first = [min(node.members, default=-1) for node in nodes]
+        for a, b, cost in zip(i.tolist(), j.tolist(), costs.tolist()):
+            add(a if first[a] > first[b] else b, cost)
+    micro = staged.loop.micro
+    return {where: s if where == OUTSIDE else s / micro for where, s in found.items()}
+
+
+def _shares(staged: Staged, step: StageStep, planned: Any) -> dict[int, Counter]:
+    """Op class -> how many of its ops each task has."""
+    whole = {n: i for i, n in step.body.items()}
+    found: dict[int, Counter] = defaultdict(Counter)
+    for op, c in zip(planned.graph.ops, planned.folded.op_class.tolist()):
+        where: Any = OUTSIDE
+        if op.key[:2] == (step.at, 0) and len(op.key) > 2:
+            where = staged.body[whole[op.key[2]]] or OUTSIDE
+        found[c][where] += op.repeat
+    return found
+
+
+def pipeline_of(
+    staged: Staged,
+    steps: Sequence[StageStep],
+    planned: Sequence[Any],
+    groups: Sequence[tuple[int, ...]],
+    links: Mapping[tuple[int, int], Link],
+    limits: Sequence[float],
+    split: bool = False,
+) -> Pipeline:
+    """The stages of a step with their seconds and bytes, for `schedule`.
+
+    steps, planned: [place]. groups: [place] -> device groups. links: (place, place) -> what
+    connects them. limits: bytes per group. split: weight gradients as tasks of their own.
+    """
+    sites = [Planned(step, plan, _Axes(plan.plan.axes)) for step, plan in zip(steps, planned)]
+    parts = _parts(staged, split)
+    places = Places(staged, sites, parts)
+    works, seen = [], set()
+    for run in staged.runs:
+        place = staged.places[run]
+        work = _work(run, staged, parts, places, steps[place], planned[place], groups[place])
+        if place in seen:
+            work = replace(work, update=None, static=0.0)
+        seen.add(place)
+        works.append(work)
+    edges = _edges(staged, parts, places, links)
+    barrier = 0.0 if len(staged.update) > 2 else None
+    return Pipeline(tuple(works), staged.loop.micro, edges, tuple(limits), barrier)
+
+
+def work_of(
+    staged: Staged, run: int, step: StageStep, planned: Any, split: bool = False
+) -> StageWork:
+    """One stage alone, on group 0, as if its neighbours laid values out as it does."""
+    site = Planned(step, planned, _Axes(planned.plan.axes))
+    parts = _parts(staged, split)
+    places = Places(staged, [_Like(site)] * (1 + max(staged.places)), parts)
+    return _work(run, staged, parts, places, step, planned, (0,))
+
+
+def _parts(staged: Staged, split: bool) -> dict[tuple[int, str], Part]:
+    phases = ("F", "B", "W") if split else ("F", "BW")
+    return {(run, p[0]): staged.part(run, p) for run in staged.runs for p in phases}
+
+
+def _work(
+    run: int,
+    staged: Staged,
+    parts: Mapping[tuple[int, str], Part],
+    places: Places,
+    step: StageStep,
+    planned: Any,
+    groups: tuple[int, ...],
+) -> StageWork:
+    place, split = staged.places[run], (run, "W") in parts
+    seconds = task_seconds(staged, step, planned)
+    back, weight = seconds.get((run, "B"), 0.0), seconds.get((run, "W"), 0.0)
+    differentiated = any(parts[run, p].eqns for p in ("BW" if split else "B"))
+    kept = _kept(parts[run, "B"], place, staged, places)
+    kept_weight = _kept(parts[run, "W"], place, staged, places) if split else 0.0
+    static = _static(staged, place, places)
+    peak = planned.plan.predicted.peak_bytes
+    return StageWork(
+        groups=groups,
+        forward=seconds.get((run, "F"), 0.0),
+        backward=(back if split else back + weight) if differentiated else None,
+        weight=weight if split and differentiated else None,
+        update=seconds.get(OUTSIDE, 0.0),
+        kept=max(kept, kept_weight),
+        kept_weight=kept_weight,
+        working=max(0.0, peak - static - kept),
+        static=static,
+    )
+
+
+class _Like:
+    """A site that lays out all that another one knows as that does."""
+
+    def __init__(self, site: Planned):
+        self.site, self.mesh = site, site.mesh
+
+    def spec(self, var: Any) -> Spec:
+        known = self.site.step.received.get(var, var) in self.site.values
+        return self.site.spec(var) if known else ((),) * len(var.aval.shape)
+
+    def layouts(self, part: Part, inside: bool) -> Any:
+        raise NotImplementedError("it prices, and never runs")
+
+
+class _Axes:
+    """The axes of a mesh that needs no devices."""
+
+    def __init__(self, axes: Sequence[tuple[str, int]]):
+        self.shape = dict(axes)
+
+
+def _local(v: Any, place: int, places: Places) -> float:
+    """Bytes of a value on a device of a place."""
+    sizes = places.sites[place].mesh.shape
+    spec: Spec = places.spec(v, place)
+    return nbytes(v) / prod(sizes[axis] for dim in spec for axis in dim)
+
+
+def _kept(part: Part, place: int, staged: Staged, places: Places) -> float:
+    """Bytes that a backward task reads of what was there before backward began."""
+    where = {v: w for e, w in zip(staged.loop.body.eqns, staged.body) if w for v in e.outvars}
+    before = [v for v in part.reads if v in where and where[v][1] == "F"]
+    return sum(_local(v, place, places) for v in before)
+
+
+def _static(staged: Staged, place: int, places: Places) -> float:
+    """Bytes of state, of what is prepared once a step, and of sums over micro-batches."""
+    loop = staged.loop
+    held = {v for v, p in staged.homes.items() if p == place}
+    held |= {v for v, others in staged.sends.items() if place in others and v in places.wants}
+    held |= set(staged.prepare[place].makes) - {c.first for c in loop.carries if _is_var(c.first)}
+    held |= {c.last for c in loop.carries if places.source[c.last] == place}
+    return sum(_local(v, place, places) for v in held)
+
+
+def _is_var(atom: Any) -> bool:
+    return not hasattr(atom, "val")
+
+
+def _edges(
+    staged: Staged,
+    parts: Mapping[tuple[int, str], Part],
+    places: Places,
+    links: Mapping[tuple[int, int], Link],
+) -> tuple[Edge, ...]:
+    where = {v: w for e, w in zip(staged.loop.body.eqns, staged.body) if w for v in e.outvars}
+    moved: dict[tuple[int, int], set] = defaultdict(set)
+    for (run, phase), part in parts.items():
+        for v in part.reads:
+            made = where.get(v)
+            if phase == "F" and made is not None and made[0] < run:
+                moved[made[0], run].add(v)
+    edges = []
+    for (source, target), values in sorted(moved.items()):
+        a, b = staged.places[source], staged.places[target]
+        held = sum(_local(v, b, places) for v in values)
+        seconds = 0.0
+        if a != b:
+            link = links[a, b]
+            seconds = link.launch + link.latency
+            seconds += held / (link.bandwidth * float(link.efficiency(max(held, 1.0))))
+        edges.append(Edge(source, target, seconds, held))
+    return tuple(edges)
