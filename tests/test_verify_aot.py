@@ -186,7 +186,7 @@ def test_the_fastest_of_several_plans_by_the_tpu_compilers_word():
 @pytest.mark.slow
 @pytest.mark.parametrize("cluster", ["h100:8", "v5e:2x4"])
 def test_deep_stacks_follow_from_shallow_ones(tmp_path, cluster):
-    """12 unrolled layers from compiles of 2 and 3, within 1 %."""
+    """12 unrolled layers from compiles of 3 and 5: within 1 %, the TPU compiler's cycles 5 %."""
 
     def work(layers):
         return gpt.workload(size="small", layers=layers, batch=32, seq=256)
@@ -205,3 +205,6 @@ def test_deep_stacks_follow_from_shallow_ones(tmp_path, cluster):
     assert sum(b for _, b in totals(grown.collectives).values()) == pytest.approx(
         sum(b for _, b in totals(whole.collectives).values()), rel=0.01
     )
+    if whole.target.platform == targets.TPU:
+        of = [sum(n for _, n in found.cycles) for found in (grown, whole)]
+        assert of[0] == pytest.approx(of[1], rel=0.05)
