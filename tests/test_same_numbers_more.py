@@ -54,11 +54,13 @@ COMMON = ("squeezed", "zero3", "tensor")
 
 def cases():
     quick = [(m, p) for m in ("resnet", "vit", "unet", "moe", "dlrm") for p in COMMON]
-    quick.remove(("unet", "squeezed"))
+    for case in (("unet", "squeezed"), ("unet", "zero3"), ("dlrm", "squeezed")):
+        quick.remove(case)
     quick += [("moe", "expert"), ("depthwise", "zero3")]
-    quick += [("t5", "squeezed"), ("clip", "data"), ("vlm", "data"), ("alphafold2", "data")]
+    quick += [("t5", "data"), ("clip", "data"), ("vlm", "data"), ("alphafold2", "data")]
     slow = [
-        ("unet", "squeezed"),
+        *[("unet", p) for p in ("squeezed", "zero3")],
+        ("dlrm", "squeezed"),
         *[(m, "data") for m in WORKLOADS],
         *[(m, p) for m in ("resnext", "depthwise", "pooling", "unet-dropout") for p in COMMON],
         *[("moe-scan-remat", p) for p in ("tight", "zero3", "tensor", "stacked-expert")],
