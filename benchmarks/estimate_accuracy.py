@@ -48,8 +48,7 @@ from jaxscaler.space.problem import HIDDEN
 # a factor): rates of devices and links are known, so only what stacks make of them moves.
 FITTED = {
     "matmul": (0.85, 1.2), "attention": (0.7, 1.6), "vector": (0.7, 1.6), "launch_us": (5.0, 2.0),
-    "wave": (1.0, 3.0),
-    "fabric": (0.8, 1.4), "network": (0.8, 1.4),
+    "wave": (1.0, 3.0), "fabric": (0.8, 1.4), "network": (0.8, 1.4),
 }  # fmt: skip
 PRIOR = 1.0  # weight of the prior beside one row
 SOFT = 0.1  # errors beyond that count less
@@ -71,9 +70,9 @@ def jobs(row: Published) -> Iterator[dict[str, Any]]:
     cluster = cluster_for(row)
     n, batch = row.devices, row.global_batch
     assert n and batch, "asked for by complete() and completed()"
-    pps = [row.pp] if row.pp else [1]
+    pp = row.pp or 1
     tps = [row.tp] if row.tp else [t for t in (1, 2, 4, 8) if n % t == 0]
-    for pp, tp in itertools.product(pps, tps):
+    for tp in tps:
         dp = row.dp or n // (pp * tp * row.cp)
         micros = [int(row.micro_batch)] if row.micro_batch and row.micro_batch >= 1 else MICRO
         zeros = [row.zero] if row.zero is not None else [3]

@@ -41,8 +41,9 @@ def loop_lines(program: Sequence[Statement]) -> tuple[tuple[Line, ...], tuple[St
 def accumulates(line: Line) -> bool:
     """Whether a line speaks of parts whose backward pass follows their forward pass."""
     subject = line.subject
-    alone = isinstance(subject, Ops) and subject == type(subject)(phase=subject.phase)
-    return alone and BACKWARD in line.subject.phase  # type: ignore[union-attr]
+    if not isinstance(subject, Ops) or subject != type(subject)(phase=subject.phase):
+        return False
+    return BACKWARD in subject.phase
 
 
 class Way(NamedTuple):

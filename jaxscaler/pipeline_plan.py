@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -12,7 +11,7 @@ from typing import Any
 from jaxscaler import planner
 from jaxscaler.cluster.cluster import Cluster
 from jaxscaler.errors import PlanError
-from jaxscaler.plan import Plan
+from jaxscaler.plan import Plan, read_json, write_json
 from jaxscaler.rewrite.assign import places_of
 from jaxscaler.rewrite.changes import Change, Stages, from_data, to_data
 from jaxscaler.rewrite.stage_step import StageStep
@@ -110,18 +109,12 @@ class PipelinePlan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; the file appears whole or not at all."""
-        path = Path(path)
-        part = path.with_name(path.name + ".part")
-        part.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
-        part.replace(path)
+        write_json(path, self.to_dict())
 
     @staticmethod
     def load(path: str | Path) -> PipelinePlan:
         """Read a plan. Raises PlanError, naming the file, when it is not one."""
-        try:
-            return PipelinePlan.from_dict(json.loads(Path(path).read_text()))
-        except (OSError, ValueError) as error:  # PlanError is a ValueError
-            raise PlanError(f"{path}: {error}") from error
+        return read_json(path, PipelinePlan.from_dict)
 
     @cached_property
     def timeline(self) -> Timeline:

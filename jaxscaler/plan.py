@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxscaler.errors import PlanError
 from jaxscaler.program import (
@@ -26,6 +26,7 @@ from jaxscaler.program import (
 from jaxscaler.rewrite.changes import Change, from_data, to_data
 
 VERSION = 1
+T = TypeVar("T")
 
 Specs = tuple[tuple[str, ...], ...]  # per dim, the mesh axes that cut it, major first
 
@@ -97,6 +98,28 @@ class Search:
     meshes: tuple[tuple[str, str, float], ...]  # (mesh, status, seconds of its best plan or bound)
 
 
+def write_json(path: str | Path, data: Mapping[str, Any]) -> None:
+    """Write a plan's data; the file appears whole or not at all."""
+    path = Path(path)
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(data, indent=1) + "\n")
+    part.replace(path)
+
+
+def read_json(path: str | Path, make: Callable[[Any], T]) -> T:
+    """What `make` makes of a file's data. Raises PlanError, naming the file and what is wrong."""
+    try:
+        return make(json.loads(Path(path).read_text()))
+    except OSError as error:
+        raise PlanError(f"{path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise PlanError(f"{path}: not text") from error
+    except json.JSONDecodeError as error:
+        raise PlanError(f"{path}: not JSON (line {error.lineno}: {error.msg})") from error
+    except (PlanError, AttributeError) as error:
+        raise PlanError(f"{path}: {error}") from error
+
+
 @dataclass(frozen=True)
 class Plan:
     """A parallel plan of one train step on one cluster."""
@@ -166,24 +189,12 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; the file appears whole or not at all."""
-        path = Path(path)
-        part = path.with_name(path.name + ".part")
-        part.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
-        part.replace(path)
+        write_json(path, self.to_dict())
 
     @staticmethod
     def load(path: str | Path) -> Plan:
         """Read a plan. Raises PlanError, naming the file, when it is not one."""
-        try:
-            return Plan.from_dict(json.loads(Path(path).read_text()))
-        except OSError as error:
-            raise PlanError(f"{path}: {error.strerror or error}") from error
-        except UnicodeDecodeError as error:
-            raise PlanError(f"{path}: not text") from error
-        except json.JSONDecodeError as error:
-            raise PlanError(f"{path}: not JSON (line {error.lineno}: {error.msg})") from error
-        except (PlanError, AttributeError) as error:
-            raise PlanError(f"{path}: {error}") from error
+        return read_json(path, Plan.from_dict)
 
     # -- people ------------------------------------------------------------------------------------
 

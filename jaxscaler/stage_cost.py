@@ -156,9 +156,6 @@ class _Like:
         known = self.site.step.received.get(var, var) in self.site.values
         return self.site.spec(var) if known else ((),) * len(var.aval.shape)
 
-    def layouts(self, part: Part, inside: bool) -> Any:
-        raise NotImplementedError("it prices, and never runs")
-
 
 class _Axes:
     """The axes of a mesh that needs no devices."""

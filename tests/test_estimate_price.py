@@ -227,28 +227,28 @@ def test_accumulation_multiplies_everything_but_the_update_and_the_reduction():
     for kind in (MATMUL, SCORES, "vector", "launch"):
         assert many.parts[kind] == pytest.approx(4 * few.parts[kind])
     assert many.parts["update"] == few.parts["update"]
-    assert many.raw["dp:fabric"] == few.raw["dp:fabric"]
+    assert many.shared["fabric"] == few.shared["fabric"]
 
 
 def test_zero_3_gathers_for_every_micro_batch():
     few, many = step(batch=16, dp=8, zero=3), step(batch=64, dp=8, zero=3)
-    assert many.raw["dp:fabric"] == pytest.approx(4 * few.raw["dp:fabric"])
-    assert step(batch=64, dp=8, zero=1).raw["dp:fabric"] < few.raw["dp:fabric"] * 2
+    assert many.shared["fabric"] == pytest.approx(4 * few.shared["fabric"])
+    assert step(batch=64, dp=8, zero=1).shared["fabric"] < few.shared["fabric"] * 2
 
 
 def test_replicas_reduce_their_gradients():
     found = step(dp=8, zero=0)
     axis = axes_of(cluster_of("a100", 8), {"all": 8})["all"]
     nbytes = 4 * LLAMA.parameters / LLAMA.layers
-    assert found.raw["dp:fabric"] == pytest.approx(
+    assert found.shared["fabric"] == pytest.approx(
         LLAMA.layers * float(collective_time("all_reduce", axis, nbytes))
     )
-    assert found.parts["dp"] + found.hidden == pytest.approx(found.raw["dp:fabric"])
+    assert found.parts["dp"] + found.hidden == pytest.approx(found.shared["fabric"])
 
 
 def test_state_split_inside_a_node_gathers_there():
     wide, inside = step(dp=32, zero=3), step(dp=32, zero=3, shard=8)
-    assert inside.raw["dp:fabric"] > 0 and inside.raw["dp:network"] < wide.raw["dp:network"]
+    assert inside.shared["fabric"] > 0 and inside.shared["network"] < wide.shared["network"]
     assert inside.memory["parameters"] == pytest.approx(4 * wide.memory["parameters"])
 
 
@@ -270,7 +270,7 @@ def test_constants_divide_what_they_are_of():
     assert slow.parts[MATMUL] == pytest.approx(2 * fast.parts[MATMUL])
     assert slow.parts["vector"] == pytest.approx(4 * fast.parts["vector"])
     assert slow.parts["dp"] == pytest.approx(2 * fast.parts["dp"])
-    assert slow.raw == fast.raw
+    assert slow.shared == fast.shared and slow.parts["launch"] == fast.parts["launch"]
 
 
 def test_the_parts_are_the_step_and_mfu_is_its_flops():

@@ -136,7 +136,9 @@ class TestRules:
         def step(w, x):
             return (x @ w + 1) @ w, jnp.exp(x @ w) @ w
 
-        names = lambda rules: [b[0] for b in found(graph, rules)]  # noqa: E731
+        def names(rules):
+            return [b[0] for b in found(graph, rules)]
+
         graph = graph_of(step, jnp.zeros((8, 8)), jnp.zeros((4, 8)))
         assert {"add", "exp"} <= set(names(GPU))
         assert "exp" in names(TPU) and "add" not in names(TPU)
@@ -181,9 +183,15 @@ class TestRules:
 
         half = jnp.zeros((8, 8), jnp.bfloat16)
         graph = graph_of(attention, half, half)
-        names = lambda g, rules: [b[0] for b in sorted(found(g, rules), key=lambda b: b[1])]  # noqa: E731
+
+        def names(g, rules):
+            return [b[0] for b in sorted(found(g, rules), key=lambda b: b[1])]
+
         kept = {"dot_general", "sub", "convert_element_type"}  # but for the result
-        of = lambda rules: [n for n in names(graph, rules) if n in kept]  # noqa: E731
+
+        def of(rules):
+            return [n for n in names(graph, rules) if n in kept]
+
         assert of(GPU) == ["dot_general", "convert_element_type"]
         assert of(TPU) == ["sub"]
         assert of(V5P) == ["sub", "convert_element_type"]

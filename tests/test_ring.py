@@ -78,7 +78,10 @@ def stack(layer=None, **options):
 def test_same_numbers(stages, micro, again, lanes):
     eqn, args = stack()
     change = Ring(0, 0, stages, micro, (0, 1), again, lanes)
-    whole = lambda *args: eqn.primitive.bind(*args, **eqn.params)  # noqa: E731
+
+    def whole(*args):
+        return eqn.primitive.bind(*args, **eqn.params)
+
     made = ring(eqn, change)(*args)
     assert made[1] == LAYERS
     same(pull(whole, args), pull(ring(eqn, change), args))

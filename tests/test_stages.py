@@ -4,6 +4,7 @@ import functools
 import io
 import random
 from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,8 @@ from jaxscaler.grad import value_and_grad
 from jaxscaler.graph.build import build
 from jaxscaler.lower.executor import Executor, checked_order, in_turns
 from jaxscaler.lower.interpret import named_sharding
-from jaxscaler.lower.sites import Whole, common_specs
+from jaxscaler.lower.layouts import Layouts
+from jaxscaler.lower.sites import common_specs
 from jaxscaler.pipeline import plan_pipeline, price_stage, with_step
 from jaxscaler.pipeline_plan import PipelinePlan
 from jaxscaler.pipeline_step import PipelineStep, Rows
@@ -45,6 +47,20 @@ from jaxscaler.stage_cost import OUTSIDE, task_seconds
 from jaxscaler.trace import trace
 from models import gpt, llama
 from models.workload import Workload
+
+
+class Whole(NamedTuple):
+    """A site whose values are whole on all its devices."""
+
+    mesh: jax.sharding.Mesh
+
+    def spec(self, var):
+        return ((),) * len(var.aval.shape)
+
+    def layouts(self, part, inside):
+        axes = tuple(self.mesh.shape.items())
+        return Layouts(axes, (None,) * len(part.reads), (None,) * len(part.makes))
+
 
 SMALL = dict(seq=8, hidden=16, heads=2, vocab=32)
 CLIP = optax.chain(optax.clip_by_global_norm(1e-2), optax.sgd(0.1, momentum=0.9))

@@ -76,11 +76,11 @@ def constants_for(device: Device, stack: str, path: str | Path | None = None) ->
     if stack not in STACKS:
         raise ConfigError(f"stack={stack!r}: one of {', '.join(STACKS)}")
     rows = _rows() if path is None else read_rows(Path(path).read_text().splitlines())
-    own = {"hidden": HIDDEN.get(device.vendor, 0.0), "source": "the planner's own figures"}
     row = rows.get((device.name, stack)) or rows.get(("*", stack)) or {}
-    given = {
-        f.name: row[f.name] if f.name == "source" else float(row[f.name])
+    numbers = {
+        f.name: float(row[f.name])
         for f in fields(Constants)
-        if f.name in row
+        if f.name in row and f.name != "source"
     }
-    return Constants(**(own | given))  # type: ignore[arg-type]
+    numbers.setdefault("hidden", HIDDEN.get(device.vendor, 0.0))
+    return Constants(**numbers, source=row.get("source", "the planner's own figures"))

@@ -8,7 +8,7 @@ data (`constants.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from jaxscaler.cluster.cluster import Cluster
 from jaxscaler.cluster.devices import Device
@@ -41,9 +41,9 @@ class Priced:
     what of it is exposed. hidden: seconds of data-parallel communication that run beside compute.
     memory: bytes by component on the fullest device. model_flops: of a step on all devices, without
     what is computed again, attention counted in full (as `flops.training` says); hardware_flops:
-    what the devices work, that included. mfu, hfu: those over the devices' peak. raw: seconds of
-    the critical path before constants are applied, by kind, with "launch" as a number of kernels
-    and collectives by level ("tp:fabric"), as a fit of constants wants them.
+    what the devices work, that included. mfu, hfu: those over the devices' peak. shared: seconds of
+    communication between replicas by level ("fabric", "network"), before constants are applied and
+    any is hidden.
     """
 
     model: ModelConfig
@@ -65,7 +65,7 @@ class Priced:
     mfu: float
     hfu: float
     constants: Constants
-    raw: Mapping[str, float] = field(repr=False)
+    shared: Mapping[str, float]
 
     @property
     def tokens_per_second(self) -> float:
@@ -143,10 +143,9 @@ def price(
     backward pass reads of it). dtype: of products ("float8" speeds up those with weights alone).
     attention: "flash" (unless given; T5 has no kernel) or "unfused". stack: "jax", "pytorch",
     "megatron" or "deepspeed": what a layer keeps, and whose constants hold. gradient: dtype that
-    gradients are summed up and reduced in. master, optimizer,
-    dropout: see memory.py. lora: rank of adapters on all matrices of a frozen model, which is
-    stored in `base` ("int8", "int4", …; that of products unless given). constants: instead of
-    those of `efficiency.csv`. memory: the share of
+    gradients are summed up and reduced in. master, optimizer, dropout: see memory.py. lora: rank of
+    adapters on all matrices of a frozen model, which is stored in `base` ("int8", "int4", …; that
+    of products unless given). constants: instead of those of `efficiency.csv`. memory: the share of
     the device's that may be filled.
 
     Raises ConfigError, naming the fields, for what does not divide.
@@ -173,7 +172,7 @@ def price(
     body = job.body()
     step = Step(job, body, constants, count, BYTES[gradient], OPTIMIZERS[optimizer].traffic,
                 trained)  # fmt: skip
-    parts, hidden, raw = step.parts()
+    parts, hidden, shared = step.parts()
     seconds = sum(parts.values())
     saved = body.saved
     if stack != "jax":
@@ -192,5 +191,5 @@ def price(
     return Priced(
         model, parallel, cluster.name, batch, seq, micro_batch, count, recompute, dtype, seconds,
         parts, hidden, used, memory * device.hbm_bytes, work.total, hardware,
-        work.total / seconds / peak, hardware / seconds / peak, constants, raw,
+        work.total / seconds / peak, hardware / seconds / peak, constants, shared,
     )  # fmt: skip

@@ -145,17 +145,17 @@ class Step:
     def dtype(self) -> str:
         return "bfloat16" if self.job.dtype == "float8" else self.job.dtype
 
-    def stage(self, stage: StageSize, raw: bool = False) -> dict[str, dict[str, float]]:
+    def stage(self, stage: StageSize) -> dict[str, dict[str, float]]:
         """phase -> what -> seconds of one micro-batch on a stage."""
         counts = {LAYER: stage.layers, EMBED: stage.first, HEAD: stage.last}
         found: dict[str, dict[str, float]] = {}
         for part in self.body.parts:
             phase = FORWARD if part.phase == FORWARD else BACKWARD
             spent = found.setdefault(phase, {})
-            for what, seconds in (self.untuned(part) if raw else self.tuned(part)).items():
+            for what, seconds in self.tuned(part).items():
                 spent[what] = spent.get(what, 0.0) + counts[part.where] * seconds
         spent = found[BACKWARD]
-        spent[VECTOR] = spent.get(VECTOR, 0.0) + self.adding(stage) / self.rate(raw)
+        spent[VECTOR] = spent.get(VECTOR, 0.0) + self.adding(stage) / self.rate()
         return found
 
     def adding(self, stage: StageSize) -> float:
@@ -167,21 +167,14 @@ class Step:
         split = p.shards if p.zero >= 2 else 1
         return n / split * (2 * self.gradient_bytes + BYTES[self.dtype])
 
-    def rate(self, raw: bool = False) -> float:
+    def rate(self) -> float:
         """Bytes a second that stream through memory."""
-        rate = self.job.cluster.device.hbm_bandwidth * MEMORY_EFFICIENCY
-        return rate if raw else rate * self.constants.vector
-
-    def untuned(self, part: Part) -> dict[str, float]:
-        if part.kind not in COMPUTE_KINDS:
-            axis = part.kind.split(":")[0].split(",")[0]
-            return {f"{axis}:{self.level(part.kind)}": part.seconds}
-        return {part.kind: part.seconds, "launch": part.runs}
+        return self.job.cluster.device.hbm_bandwidth * MEMORY_EFFICIENCY * self.constants.vector
 
     # -- the step ----------------------------------------------------------------------------------
 
     def parts(self) -> tuple[dict[str, float], float, dict[str, float]]:
-        """(seconds by what they are spent on, hidden communication, the same before constants)."""
+        """(seconds by what they are spent on, hidden communication, `Priced.shared`)."""
         p, m = self.job.parallel, self.micro_batches
         different = {stage: self.stage(stage) for stage in set(self.stages)}
         stages = [different[stage] for stage in self.stages]
@@ -196,11 +189,7 @@ class Step:
         forward, backward = (_sum(stages[slowest][phase]) for phase in (FORWARD, BACKWARD))
         exposed, hidden, update, shared = self.replicas(slowest, forward, backward)
         parts["dp"], parts["update"] = exposed, update
-        raw: dict[str, float] = {}
-        for phase in self.stage(self.stages[slowest], raw=True).values():
-            for what, seconds in phase.items():
-                raw[what] = raw.get(what, 0.0) + m * seconds
-        return {k: v for k, v in parts.items() if v}, hidden, raw | shared
+        return {k: v for k, v in parts.items() if v}, hidden, shared
 
     def pipeline(self, stages, slowest: float) -> dict[str, float]:
         """Transfers between stages, and the bubble: what a step takes beyond its micro-batches."""
@@ -232,7 +221,7 @@ class Step:
         self, slowest: int, forward: float, backward: float
     ) -> tuple[float, float, float, dict[str, float]]:
         """(exposed seconds of communication between replicas, hidden ones, seconds of the update,
-        the former before constants by level)."""
+        communication by level before constants)."""
         p, m = self.job.parallel, self.micro_batches
         stage = self.stages[slowest]
         local = local_parameters(self.body.leaves, self.job.model, stage, p.pp)
@@ -245,7 +234,7 @@ class Step:
             pieces = max(1, stage.layers)
             once = float(collective_time(kind, axis, elements * nbytes / pieces)) * pieces * times
             level = level_of(axis)
-            shared[f"dp:{level}"] = shared.get(f"dp:{level}", 0.0) + once
+            shared[level] = shared.get(level, 0.0) + once
             return once / self.speed[level]
 
         reduced = gathered = 0.0
@@ -284,8 +273,7 @@ class Step:
             exposed, hidden = exposed + open_, hidden + seconds - open_
         dense = local.dense / (p.shards if p.zero else 1)
         expert = local.expert / (max(1, p.shards // p.ep) if p.zero else 1)
-        rate = self.job.cluster.device.hbm_bandwidth * MEMORY_EFFICIENCY * self.constants.vector
-        update = self.trained * (dense + expert) * self.update_traffic / rate
+        update = self.trained * (dense + expert) * self.update_traffic / self.rate()
         return exposed, hidden, update, shared
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from jaxscaler import _compat
 from jaxscaler.errors import PlanError, ScheduleError
 from jaxscaler.lower.interpret import constrain, named_sharding
-from jaxscaler.lower.sites import Places, Site, results_of
+from jaxscaler.lower.sites import Places, RunningSite, results_of
 from jaxscaler.rewrite.parts import Part
 from jaxscaler.rewrite.stages import Staged
 from jaxscaler.schedule.tasks import UPDATE, Task
@@ -51,7 +51,7 @@ class Executor:
     def __init__(
         self,
         staged: Staged,
-        sites: Sequence[Site],
+        sites: Sequence[RunningSite],
         order: Sequence[Sequence[Task]],
         donate: bool = True,
     ):

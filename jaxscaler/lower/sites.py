@@ -9,9 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
-
-import jax
+from typing import Any, Protocol
 
 from jaxscaler import _compat
 from jaxscaler.graph.ir import MARKERS, OpGraph
@@ -30,21 +28,12 @@ class Site(Protocol):
     def spec(self, var: Any) -> Spec:
         """Where a value lies that this place has or makes."""
 
+
+class RunningSite(Site, Protocol):
+    """A site whose parts run there."""
+
     def layouts(self, part: Part, inside: bool) -> Layouts:
         """Constraints inside of a part, by its own positions. inside: of the loop's body."""
-
-
-class Whole(NamedTuple):
-    """A site whose values are whole on all its devices."""
-
-    mesh: jax.sharding.Mesh
-
-    def spec(self, var: Any) -> Spec:
-        return ((),) * len(var.aval.shape)
-
-    def layouts(self, part: Part, inside: bool) -> Layouts:
-        axes = tuple(self.mesh.shape.items())
-        return Layouts(axes, (None,) * len(part.reads), (None,) * len(part.makes))
 
 
 def common_specs(rank: int, ours: tuple[Spec, Mapping], theirs: tuple[Spec, Mapping]) -> tuple:
