@@ -99,7 +99,7 @@ def by_queries(traced, batch: int, devices: int) -> tuple:
     """Every attention in chunks of its queries: a loop from the scores to their use. The batch is
     accumulated a sample a device at a time, where there are more."""
     from jaxscaler.graph.build import build
-    from jaxscaler.loops import batch_of
+    from jaxscaler.loops.options import batch_of
     from jaxscaler.rewrite.changes import Accumulate, CoShard, Segment
 
     changes: list = []

@@ -13,7 +13,7 @@ from jaxscaler.cluster.cluster import Cluster
 from jaxscaler.cluster.profile import Profile
 from jaxscaler.given import as_cluster, author_of, nnx_for, traced_step
 from jaxscaler.parallel import ParallelStep
-from jaxscaler.pipelined import PipelinedStep
+from jaxscaler.pipeline.front import PipelinedStep
 from jaxscaler.plan import Plan
 from jaxscaler.program import Statement
 from jaxscaler.trace import refuse_other_devices

@@ -18,11 +18,9 @@ from typing import Any
 import numpy as np
 
 from jaxscaler import _compat
-from jaxscaler.asked import loop_lines
 from jaxscaler.cache import Cache, cache_key
 from jaxscaler.cluster.cluster import Cluster
 from jaxscaler.cluster.mesh import Mesh, candidate_meshes, named_mesh
-from jaxscaler.coshard import plan_with_loops
 from jaxscaler.cost.memory import live_buffers, rules_for
 from jaxscaler.errors import ConstraintError, InfeasibleError, PlanError
 from jaxscaler.explain import explanation
@@ -31,6 +29,8 @@ from jaxscaler.graph.build import build
 from jaxscaler.graph.fold import Folded, fold
 from jaxscaler.graph.ir import BATCH, STATE_ROLES, OpGraph
 from jaxscaler.graph.labels import factor_labels
+from jaxscaler.loops.asked import loop_lines
+from jaxscaler.loops.planner import plan_with_loops
 from jaxscaler.lower.emit import emit, rows_of
 from jaxscaler.lower.layouts import Layouts
 from jaxscaler.lower.step import PlannedStep, donated_arguments

@@ -8,7 +8,7 @@ import pytest
 import jaxscaler as js
 from jaxscaler.cluster import Cluster
 from jaxscaler.graph.build import build
-from jaxscaler.loops import batch_of
+from jaxscaler.loops.options import batch_of
 from jaxscaler.planner import plan_step
 from jaxscaler.rewrite.candidates import candidates
 from jaxscaler.rewrite.changes import Accumulate, CoShard, Segment, overlap

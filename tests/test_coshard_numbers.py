@@ -13,7 +13,7 @@ from jaxscaler import ALL, Split, op_trans, ops
 from jaxscaler.cluster import Cluster
 from jaxscaler.graph.build import build
 from jaxscaler.graph.fold import fold
-from jaxscaler.loops import Pick, options
+from jaxscaler.loops.options import Pick, options
 from jaxscaler.planner import plan_step
 from jaxscaler.rewrite.changes import Accumulate, CoShard, Fission, Recompute, around
 from jaxscaler.space.segments import segmentations

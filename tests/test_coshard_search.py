@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 import jaxscaler as js
-from jaxscaler.asked import PARTS
 from jaxscaler.cluster import Cluster
 from jaxscaler.errors import InfeasibleError
+from jaxscaler.loops.asked import PARTS
 from jaxscaler.planner import plan_step
 from jaxscaler.program import SAME_DEVICE, forbid, op_assign, ops, region
 from jaxscaler.rewrite.changes import Accumulate, CoShard, Fission, Recompute

@@ -17,7 +17,6 @@ from test_coshard import marked
 
 from jaxscaler.cluster import Cluster
 from jaxscaler.cluster.parts import link_between, sub_clusters
-from jaxscaler.coshard import batch_of
 from jaxscaler.errors import (
     ClusterError,
     ConstraintError,
@@ -28,14 +27,16 @@ from jaxscaler.errors import (
 )
 from jaxscaler.grad import value_and_grad
 from jaxscaler.graph.build import build
+from jaxscaler.loops.planner import batch_of
 from jaxscaler.lower.executor import Executor, checked_order, in_turns
 from jaxscaler.lower.interpret import named_sharding
 from jaxscaler.lower.layouts import Layouts
 from jaxscaler.lower.sites import common_specs
-from jaxscaler.pipeline import plan_pipeline, price_stage, with_step
-from jaxscaler.pipeline_plan import PipelinePlan
-from jaxscaler.pipeline_step import PipelineStep, Rows
-from jaxscaler.pipelined import PipelinedStep
+from jaxscaler.pipeline.front import PipelinedStep
+from jaxscaler.pipeline.plan import PipelinePlan
+from jaxscaler.pipeline.planner import plan_pipeline, price_stage, with_step
+from jaxscaler.pipeline.prices import OUTSIDE, task_seconds
+from jaxscaler.pipeline.step import PipelineStep, Rows
 from jaxscaler.planner import plan_step
 from jaxscaler.program import ALL, Stage, op_assign, op_order, ops, region
 from jaxscaler.program_text import dump_program, parse_program
@@ -43,7 +44,6 @@ from jaxscaler.rewrite.changes import Accumulate, Stages
 from jaxscaler.rewrite.cuts import cut_by_lines, even_cut, units_of
 from jaxscaler.rewrite.stages import staged
 from jaxscaler.schedule.tasks import Task
-from jaxscaler.stage_cost import OUTSIDE, task_seconds
 from jaxscaler.trace import trace
 from models import gpt, llama
 from models.workload import Workload

@@ -11,7 +11,7 @@ from jaxscaler.report.show import mesh_text, size_text, time_text
 
 
 def show_pipeline(plan: Any, console: Console | None = None) -> None:
-    """Print a `pipeline_plan.PipelinePlan`: a row per stage, in the order of the forward pass.
+    """Print a `pipeline.plan.PipelinePlan`: a row per stage, in the order of the forward pass.
 
     Seconds are of one micro-batch (of one step: the update), bytes those of one device: what is
     kept of one micro-batch until its backward pass, and at rest (state, gradients, prepared

@@ -57,7 +57,7 @@ class Model:
     samples: tuple[int, ...]  # value class -> one of its values
     instances: tuple[int, ...]  # value class -> how many values it has
     extend: Callable[[Priced, Any], Priced] | None = None  # to a larger problem (recompute.py)
-    parts: Mapping[int, int] = field(default_factory=dict)  # value class -> parts (loops.py)
+    parts: Mapping[int, int] = field(default_factory=dict)  # value class -> parts of it
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from jaxscaler.lower.executor import Executor
 from jaxscaler.lower.interpret import named_sharding
 from jaxscaler.lower.sites import Planned
 from jaxscaler.lower.step import MismatchError, argument_types
-from jaxscaler.pipeline_plan import PipelinePlan
+from jaxscaler.pipeline.plan import PipelinePlan
 from jaxscaler.rewrite.parts import Leaf
 
 

@@ -14,9 +14,9 @@ from jaxscaler import planner
 from jaxscaler.cluster.cluster import Cluster
 from jaxscaler.errors import PlanError
 from jaxscaler.given import as_cluster, nnx_for
-from jaxscaler.pipeline import plan_pipeline, with_step
-from jaxscaler.pipeline_plan import PipelinePlan
-from jaxscaler.pipeline_step import PipelineStep
+from jaxscaler.pipeline.plan import PipelinePlan
+from jaxscaler.pipeline.planner import plan_pipeline, with_step
+from jaxscaler.pipeline.step import PipelineStep
 from jaxscaler.plan import Plan
 from jaxscaler.program import Statement
 from jaxscaler.trace import trace

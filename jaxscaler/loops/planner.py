@@ -14,7 +14,6 @@ from functools import cached_property, partial
 from typing import Any
 
 from jaxscaler import _compat
-from jaxscaler.asked import Asked, loop_lines, taken
 from jaxscaler.cluster.cluster import Cluster
 from jaxscaler.cluster.mesh import Mesh
 from jaxscaler.cost.memory import Rules
@@ -22,8 +21,9 @@ from jaxscaler.errors import InfeasibleError, RewriteError
 from jaxscaler.graph.build import build
 from jaxscaler.graph.fold import fold
 from jaxscaler.graph.ir import OpGraph
-from jaxscaler.loop_estimate import BETTER, Estimate, View, estimated, hopeless, peak, ways_of
-from jaxscaler.loops import Option, Pick, batch_of, clash, options, smaller, tries
+from jaxscaler.loops.asked import Asked, loop_lines, taken
+from jaxscaler.loops.estimate import BETTER, Estimate, View, estimated, hopeless, peak, ways_of
+from jaxscaler.loops.options import Option, Pick, batch_of, clash, options, smaller, tries
 from jaxscaler.program import HOST, NOWHERE, Line, Statement
 from jaxscaler.replan import binds, space_of
 from jaxscaler.rewrite.changes import (

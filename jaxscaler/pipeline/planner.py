@@ -15,10 +15,11 @@ from jaxscaler import planner, program
 from jaxscaler.cluster.cluster import Cluster
 from jaxscaler.cluster.links import Link
 from jaxscaler.cluster.parts import link_between, sub_clusters
-from jaxscaler.coshard import batch_of
 from jaxscaler.errors import ConstraintError, InfeasibleError, PlanError, ScheduleError
 from jaxscaler.graph.build import build
-from jaxscaler.pipeline_plan import Parts, PipelinePlan
+from jaxscaler.loops.planner import batch_of
+from jaxscaler.pipeline.plan import Parts, PipelinePlan
+from jaxscaler.pipeline.prices import pipeline_of, work_of
 from jaxscaler.plan import Plan
 from jaxscaler.program import ALL, Statement
 from jaxscaler.rewrite.changes import Accumulate, Change, Stages
@@ -28,7 +29,6 @@ from jaxscaler.rewrite.stages import staged
 from jaxscaler.schedule.check import check
 from jaxscaler.schedule.families import family
 from jaxscaler.schedule.tasks import NO_MICRO, UPDATE, Order, Pipeline, StageWork, Task, task_graph
-from jaxscaler.stage_cost import pipeline_of, work_of
 from jaxscaler.trace import Traced
 
 

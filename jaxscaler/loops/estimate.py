@@ -12,7 +12,7 @@ from jaxscaler.cluster.mesh import Mesh
 from jaxscaler.cost.memory import Rules, buffers
 from jaxscaler.errors import ConstraintError
 from jaxscaler.graph.ir import FORWARD, OpGraph
-from jaxscaler.loops import Pick
+from jaxscaler.loops.options import Pick
 from jaxscaler.replan import Again
 from jaxscaler.report.show import size_text
 from jaxscaler.search import ENOUGH

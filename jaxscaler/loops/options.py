@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxscaler import _compat
-from jaxscaler.asked import PARTS
 from jaxscaler.errors import RewriteError
 from jaxscaler.graph.ir import BATCH, FORWARD, OpGraph
+from jaxscaler.loops.asked import PARTS
 from jaxscaler.rewrite.accumulate import batch_division
 from jaxscaler.rewrite.candidates import candidates
 from jaxscaler.rewrite.changes import Accumulate, Change, Segment, overlap

@@ -1,0 +1,1 @@
+"""Loops over parts: co-shards and gradient accumulation, where memory binds."""
