@@ -3,11 +3,12 @@
 A table has the columns of `COLUMNS`; what a source says beside them is in `notes`, in words. Here
 it becomes columns: `_published.csv` is the reviewed mapping (a column, a pattern, its value, and
 why; of the rows of a column the first that matches counts). A pattern is looked for, in any case,
-in source, model, device and notes.
+in source, model, device, notes, "zero" with that column and "step" with the seconds, in this order:
+facts that a source has of some of its rows alone find those by their seconds.
 
 A step's seconds are those measured, or follow from tokens a second, or from TFLOP/s by the source's
 own way of counting. Rows that say two things that cannot both be are named (`faults`), rows that
-leave out what a price needs list it (`missing`).
+leave out what a price needs list it (`missing`), rows that cannot be read are named and left out.
 """
 
 from __future__ import annotations
@@ -15,20 +16,25 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import combinations
+from math import isfinite
 from pathlib import Path
+
+from jaxscaler.cluster.devices import find_device
+from jaxscaler.errors import JaxscalerError
 
 COLUMNS = (
     "source", "model", "hidden", "layers", "heads", "kv_heads", "ffn", "vocab", "seq",
     "global_batch", "micro_batch", "device", "n_devices", "tp", "pp", "dp", "zero", "recompute",
     "measured_tflops_per_device", "measured_step_s", "measured_mem_gb", "notes",
 )  # fmt: skip
-DEVICES = {  # as tables write them -> rows of the device table
-    "v100-16": "v100-16", "v100-32": "v100-32", "v100": "v100-32",
-    "a100-40": "a100-40", "a100-80": "a100-80", "a100": "a100-80",
-    "h100": "h100", "h100-80": "h100", "h100-96hbm2e": "h100-96", "h200": "h200", "h800": "h800",
-    "b200": "b200", "gb200": "gb200", "l4": "l4", "tpuv4": "v4", "tpuv5e": "v5e", "tpuv5p": "v5p",
+# Columns that a table may do without: then no row says anything there.
+OPTIONAL = {"kv_heads", "micro_batch", "tp", "pp", "dp", "zero", "recompute", "notes",
+            "measured_tflops_per_device", "measured_step_s", "measured_mem_gb"}  # fmt: skip
+DEVICES = {  # as tables write them -> rows of the device table, besides its own names and aliases
+    "h100-96hbm2e": "h100-96", "tpuv3": "v3", "tpuv4": "v4", "tpuv5e": "v5e", "tpuv5p": "v5p",
     "tpuv6e": "v6e", "tpuv7x": "v7x",
 }  # fmt: skip
 AGREE = 0.10  # two ways to the seconds of a step may differ by that share
@@ -42,7 +48,11 @@ class Published:
     a head_size of 0: hidden / heads.
     `experts` and `experts_used`: 0 for dense models. `node_gbs`: GB/s of a node's network, one way,
     `fabric_gbs`: of a device inside it; None: as the device table has it.
-    `seconds_from`: "step", "tokens" or "TFLOP/s". `out_of_memory`: the run did not fit.
+    `shard`: devices that ZeRO splits among, 0 for all. `gradient`: dtype that gradients are summed
+    up in. `setup`: what changed between rows of a source that it says are not to be compared.
+    `blocking`: launches wait until kernels are done. `seconds_from`: "step", "tokens" or "TFLOP/s".
+    `memory_at`: the pipeline stages that it was read on, "first", "ends" or "" for the fullest.
+    `out_of_memory`: the run did not fit.
     """
 
     source: str
@@ -72,12 +82,16 @@ class Published:
     ep: int
     chunks: int
     zero: int | None
+    shard: int
     recompute: str | None
     dtype: str
     attention: str
     schedule: str
     stack: str
+    gradient: str
+    setup: str
     compiled: bool
+    blocking: bool
     sequence: bool
     overlap: str
     seconds: float | None
@@ -85,6 +99,7 @@ class Published:
     tflops: float | None
     memory: float | None
     memory_kind: str
+    memory_at: str
     out_of_memory: bool
     faults: tuple[str, ...]
     missing: tuple[str, ...]
@@ -95,7 +110,8 @@ class Published:
     def group(self) -> tuple:
         """Rows of one group differ in their plan alone: model, devices and batch are the same."""
         return (self.source, self.device, self.devices, self.hidden, self.layers, self.heads,
-                self.ffn, self.vocab, self.seq, self.global_batch, self.dtype)  # fmt: skip
+                self.ffn, self.vocab, self.seq, self.global_batch, self.dtype,
+                self.setup)  # fmt: skip
 
     @property
     def plan(self) -> tuple:
@@ -105,28 +121,56 @@ class Published:
                 self.overlap)  # fmt: skip
 
 
-def read(path: str | Path) -> list[Published]:
-    """The rows of a table. Raises ValueError where its columns are others."""
-    with open(path, newline="") as file:
+@dataclass(frozen=True)
+class Table:
+    """`unread`: a line per row that is no measurement of a training step, and why. `ignored`:
+    columns that are not looked at."""
+
+    rows: list[Published]
+    unread: list[str]
+    ignored: list[str]
+
+
+def read(path: str | Path) -> Table:
+    """A table. Raises ValueError where it has not the columns that every row needs."""
+    rows, unread = [], []
+    with open(path, newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file)
-        if missing := [c for c in COLUMNS if c not in (reader.fieldnames or ())]:
+        columns = [c for c in reader.fieldnames or () if c]
+        if missing := [c for c in COLUMNS if c not in columns and c not in OPTIONAL]:
             raise ValueError(f"{path}: no column {missing}; a table has {COLUMNS}")
-        return [normalised(row) for row in reader]
+        for row in reader:
+            try:
+                rows.append(normalised(row))
+            except ValueError as error:
+                unread.append(f"line {reader.line_num}: {error}")
+    return Table(rows, unread, [c for c in columns if c not in COLUMNS])
 
 
-def normalised(row: dict[str, str]) -> Published:
+def device_named(text: str) -> str | None:
+    """The row of the device table that a table means; None: there is none."""
+    name = re.sub(r"[\s_]+|^nvidia", "", text.lower())
+    try:
+        return find_device(DEVICES.get(name, name))[0].name
+    except JaxscalerError:
+        return None
+
+
+def normalised(given: dict[str, str]) -> Published:
     """One row of a table. Raises ValueError, naming row and column, on what is no number."""
+    row = {column: (given.get(column) or "").strip() for column in COLUMNS}
     said = {column: _said(column, row) for column in _mapping()}
     number = _Numbers(row)
     shape = {c: number.count(c) for c in ("hidden", "layers", "heads", "ffn", "vocab", "seq")}
     experts, used = map(int, (said["experts"] or "0/0").split("/"))
-    device = DEVICES.get(row["device"].lower())
+    device = device_named(row["device"])
     cp, ep, chunks = (int(said[c] or 1) for c in ("cp", "ep", "chunks"))
     parallel = {c: number.maybe(c) for c in ("tp", "pp", "dp")}
     kv_heads = number.maybe("kv_heads") or shape["heads"]
     sizes = _Sizes(**shape, kv_heads=kv_heads, gated=said["gated"] == "yes", experts=experts,
                    used=used)  # fmt: skip
     batch, devices = number.maybe("global_batch"), number.maybe("n_devices")
+    each = int(said["chip"] or 1)  # devices of what the source counts
     recompute = _recompute(row["recompute"])
     work = sizes.work(said["flops"]) if said["flops"] else 0.0
     ways = dict(_seconds(row, number, sizes, batch, devices, work))
@@ -142,25 +186,33 @@ def normalised(row: dict[str, str]) -> Published:
     out_of_memory = row["notes"].lower().startswith("oom")
     if out_of_memory:
         needed.pop("seconds")
+    if "offload" in row["recompute"].lower():
+        needed["offload"] = None  # to the host: no price has it
     return Published(
         source=row["source"], model=row["model"], **shape, kv_heads=sizes.kv_heads,
         head_size=int(said["head_size"] or 0),
         gated=sizes.gated, experts=experts, experts_used=used, global_batch=batch,
-        micro_batch=micro, device=device or row["device"], devices=devices,
+        micro_batch=micro, device=device or row["device"], devices=devices and devices * each,
         per_node=int(said["per_node"]) if said["per_node"] else None,
         node_gbs=float(said["node_gbs"]) if said["node_gbs"] else None,
         fabric_gbs=float(said["fabric_gbs"]) if said["fabric_gbs"] else None,
         tp=parallel["tp"], pp=parallel["pp"], dp=parallel["dp"], cp=cp, ep=ep,
-        chunks=chunks, zero=zero, recompute=recompute,
+        chunks=chunks, zero=zero, shard=int(said["shard"] or 0), recompute=recompute,
         dtype=said["dtype"] or "bf16", attention=said["attention"] or "materialised",
         schedule=(said["schedule"] or "") if (parallel["pp"] or 1) > 1 else "",
-        stack=said["stack"] or "torch", compiled=said["compile"] != "no",
+        stack=said["stack"] or "torch", setup=said["setup"] or "",
+        gradient=said["gradient"] or ("float16" if said["dtype"] == "f16" else "float32"),
+        compiled=said["compile"] != "no", blocking=said["launch"] == "blocking",
         sequence=said["sequence"] == "yes", overlap=said["overlap"] or "",
         seconds=ways.get(seconds_from), seconds_from=seconds_from,
         tflops=number.fraction("measured_tflops_per_device"),
         memory=memory and memory * unit, memory_kind=said["memory"] or "",
+        memory_at=said["memory_at"] or "",
         out_of_memory=out_of_memory,
-        faults=tuple(_faults(sizes, parallel, cp, batch, devices, micro, device, ways)),
+        faults=tuple(
+            _faults(sizes, parallel, cp, batch, devices and devices * each, micro, row["device"],
+                    device, ways)
+        ),
         missing=tuple(name for name, value in needed.items() if value is None),
         doubt=said["doubt"] or "", notes=row["notes"],
     )  # fmt: skip
@@ -177,7 +229,8 @@ def _mapping() -> dict[str, list[tuple[re.Pattern, str]]]:
 
 
 def _said(column: str, row: dict[str, str]) -> str | None:
-    text = " | ".join(row[c] or "" for c in ("source", "model", "device", "notes"))
+    text = " | ".join(row[c] for c in ("source", "model", "device", "notes"))
+    text += f" | zero {row['zero']} | step {row['measured_step_s']}"
     for pattern, value in _mapping()[column]:
         if found := pattern.search(text):
             return found.expand(value)
@@ -189,14 +242,14 @@ class _Numbers:
     row: dict[str, str]
 
     def fraction(self, column: str) -> float | None:
-        text = (self.row[column] or "").strip()
+        text = self.row[column]
         if not text:
             return None
         try:
             value = float(text)
         except ValueError:
             raise ValueError(f"{self._row()}: {column} {text!r} is no number") from None
-        if value <= 0:
+        if not (value > 0 and isfinite(value)):
             raise ValueError(f"{self._row()}: {column} {text!r} is not positive")
         return value
 
@@ -254,8 +307,8 @@ def _seconds(
     if batch is None or devices is None:
         return
     tokens = batch * sizes.seq
-    if found := re.search(r"([\d.]+) tok/s/(?:gpu|chip|device)", row["notes"], re.I):
-        yield "tokens", tokens / (devices * float(found[1]))
+    if found := re.search(r"(\d[\d,]*\.?\d*) tok/s/(?:gpu|chip|device)", row["notes"], re.I):
+        yield "tokens", tokens / (devices * float(found[1].replace(",", "")))
     tflops = number.fraction("measured_tflops_per_device")
     if tflops and work and not sizes.experts:
         yield "TFLOP/s", tokens * work / (devices * tflops * 1e12)
@@ -272,16 +325,16 @@ def _zero(text: str, stack: str | None, pp: int | None) -> int | None:
     stage = 3 if text.startswith("2d fsdp") else int(text[0]) if text[:1].isdigit() else None
     if stage == 3 and stack == "torch" and (pp or 1) > 1:
         return 1  # FSDP2 leaves a stage's parameters gathered between micro-batches
-    return 0 if not text and stack == "megatron" else stage
+    return 0 if not text and (stack or "").startswith("megatron") else stage
 
 
 def _faults(
     sizes: _Sizes, parallel: dict, cp: int, batch: int | None, devices: int | None,
-    micro: float | None, device: str | None, ways: dict[str, float],
+    micro: float | None, said: str, device: str | None, ways: dict[str, float],
 ) -> Iterator[str]:  # fmt: skip
     """What cannot both be."""
     if device is None:
-        yield "unknown device"
+        yield f"unknown device {said!r}"
     if sizes.hidden % sizes.heads and not sizes.experts:
         yield f"{sizes.heads} heads do not divide hidden {sizes.hidden}"
     if sizes.heads % sizes.kv_heads:
@@ -289,7 +342,9 @@ def _faults(
     tp, pp, dp = (parallel[c] for c in ("tp", "pp", "dp"))
     if tp and pp and dp and devices and tp * pp * dp * cp != devices:
         yield f"tp {tp} x pp {pp} x dp {dp} x cp {cp} is not {devices} devices"
-    if dp and batch and micro and micro >= 1 and batch % (dp * micro):
+    if micro and micro > 1 and micro != int(micro):
+        yield f"micro-batch {micro:g} is no whole number"
+    elif dp and batch and micro and micro >= 1 and batch % (dp * micro):
         yield f"dp {dp} x micro-batch {micro:g} does not divide batch {batch}"
     if not ways:
         return
@@ -302,3 +357,26 @@ def _faults(
 def problems(rows: Iterable[Published]) -> list[str]:
     """A line per contradictory row."""
     return [f"{r.source}, {r.model}: {fault}" for r in rows for fault in r.faults]
+
+
+def settled(rows: list[Published]) -> tuple[list[Published], list[str]]:
+    """(rows, a line per contradiction): readings of memory that cannot both be are taken out of
+    both rows: of one plan, apart by more than `AGREE`; of two that differ in their micro-batch
+    alone, less by that for the larger one."""
+    alike: dict = {}
+    for at, row in enumerate(rows):
+        if row.memory and row.micro_batch:
+            key = (row.group, replace(row, micro_batch=None).plan)
+            alike.setdefault(key, []).append((row.micro_batch, row.memory, at))
+    lines, out = [], set()
+    for (_, _), found in alike.items():
+        for (small, low, a), (large, high, b) in combinations(sorted(found), 2):
+            if high < low * (1 - AGREE) or (small == large and high > low * (1 + AGREE)):
+                row = rows[a]
+                lines.append(
+                    f"{row.source}, {row.model}, tp {row.tp} x pp {row.pp} x dp {row.dp}: "
+                    f"{low / 1e9:.3g} GB with micro-batch {small:g}, {high / 1e9:.3g} GB with "
+                    f"{large:g}"
+                )
+                out |= {a, b}
+    return [replace(r, memory=None) if i in out else r for i, r in enumerate(rows)], lines

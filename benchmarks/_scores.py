@@ -8,14 +8,18 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from _published import Published
+from scipy.optimize import nnls
 from scipy.stats import spearmanr
 
 REPEATS = 200  # draws of a noise ceiling
 FEW = 5  # plans that a group must have to be ranked
+ENOUGH = 3  # repeated plans that a source must have for a noise of its own
+SIZES = 4  # micro-batches that show a curve
+SURE = 2.0  # standard deviations by which seconds differ that are not the same
 
 
 @dataclass(frozen=True)
@@ -66,14 +70,51 @@ def grouped(scored: Iterable[Scored], key: Callable[[Published], Hashable]) -> d
 
 
 def noise(scored: Iterable[Scored]) -> tuple[int, float]:
-    """(repeated plans, their coefficient of variation): no prediction can do better on those."""
+    """(repeated plans, their coefficient of variation): no prediction can do better on those.
+
+    The same seconds twice are one measurement that was listed twice.
+    """
     repeated = [
-        [s.row.seconds for s in same]
+        sorted({s.row.seconds for s in same if s.row.seconds})
         for same in grouped(scored, lambda r: (r.group, r.plan)).values()
-        if len(same) > 1 and all(s.row.seconds for s in same)
     ]
-    spread = [statistics.stdev(times) / statistics.fmean(times) for times in repeated]
-    return len(repeated), float(np.sqrt(np.mean(np.square(spread)))) if spread else 0.0
+    spread = [_variation(times) for times in repeated if len(times) > 1]
+    return len(spread), float(np.sqrt(np.mean(np.square(spread)))) if spread else 0.0
+
+
+def _variation(times: Sequence[float]) -> float:
+    return statistics.stdev(times) / statistics.fmean(times)
+
+
+def floors(scored: Sequence[Scored]) -> dict[str, float]:
+    """Source -> noise of a measurement: its own where it has `ENOUGH` repeated plans, else that of
+    all sources."""
+    of_all = noise(scored)[1]
+    found = {}
+    for source, own in grouped(scored, lambda r: r.source).items():
+        plans, spread = noise(own)
+        found[source] = spread if plans >= ENOUGH else of_all
+    return found
+
+
+def unevenness(scored: Iterable[Scored]) -> tuple[int, float]:
+    """(families, how far measured seconds lie from any smooth curve over the micro-batch).
+
+    A family is a plan at `SIZES` micro-batches b or more. Its step is (B / b + p - 1) times what a
+    micro-batch takes, itself a start and a part for each sample: x + y b + z / b, none negative.
+    What is left of the best such curve, relative, is noise that repeated plans would show, if there
+    were any.
+    """
+    left = []
+    for same in grouped(scored, lambda r: (r.group, replace(r, micro_batch=None).plan)).values():
+        times = {s.row.micro_batch: s.row.seconds for s in same if s.row.seconds}
+        if len(times) < SIZES:
+            continue
+        b, seconds = np.array(sorted(times.items())).T
+        curve = np.stack([np.ones_like(b), b, 1 / b], axis=1) / seconds[:, None]
+        residual = nnls(curve, np.ones_like(b))[1]
+        left.append(residual**2 / (len(b) - curve.shape[1]))
+    return len(left), float(np.sqrt(np.mean(left))) if left else 0.0
 
 
 @dataclass(frozen=True)
@@ -81,8 +122,10 @@ class Ranked:
     """How the plans of one group (same model, devices, batch) are ranked.
 
     `spearman`: of predicted and measured seconds; `ceiling`: of measured seconds and themselves
-    with the noise of a repeated measurement, mean of seeded draws; `regret`: how much longer than
-    the best the plan takes that is predicted to be best.
+    with the noise of a measurement, mean of seeded draws; `regret`: how much longer than the best
+    the plan takes that is predicted to be best; `pairs`: those whose measured seconds differ by
+    more than noise makes of equal ones, `wrong`: the share of them that is ranked wrongly.
+    `uneven`: see `unevenness`, of the group.
     """
 
     group: tuple
@@ -90,23 +133,33 @@ class Ranked:
     spearman: float
     ceiling: float
     regret: float
+    pairs: int
+    wrong: float
+    uneven: float
 
 
-def ranks(scored: Sequence[Scored], spread: float) -> list[Ranked]:
-    """Of every group of at least `FEW` plans; repeated measurements count as their mean."""
+def ranks(scored: Sequence[Scored], floor: dict[str, float]) -> list[Ranked]:
+    """Of every group of at least `FEW` plans; repeated measurements count as their mean. `floor`:
+    noise of a measurement by source."""
     found = []
     for group, members in grouped(scored, lambda r: r.group).items():
-        plans = [
-            (statistics.fmean(s.row.seconds for s in same), same[0].seconds)
-            for same in grouped(members, lambda r: r.plan).values()
-            if all(s.row.seconds for s in same)
-        ]
+        plans = []
+        for same in grouped(members, lambda r: r.plan).values():
+            times = {s.row.seconds for s in same if s.row.seconds}
+            if times:
+                plans.append((statistics.fmean(times), same[0].seconds, len(times)))
         if len(plans) < FEW:
             continue
-        measured, predicted = np.array(plans).T
+        measured, predicted, times = np.array(plans).T
+        spread = floor.get(group[0], 0.0) / np.sqrt(times)
         again = np.random.default_rng(0).normal(1.0, spread, (REPEATS, len(plans))) * measured
         ceiling = np.mean([spearmanr(measured, times).statistic for times in again])
         regret = measured[np.argmin(predicted)] / measured.min() - 1
         rank = float(spearmanr(measured, predicted).statistic)
-        found.append(Ranked(group, len(plans), rank, float(ceiling), float(regret)))
+        a, b = np.triu_indices(len(plans), 1)
+        apart = np.abs(np.log(measured[a] / measured[b])) > SURE * np.hypot(spread[a], spread[b])
+        order = (measured[a] - measured[b]) * (predicted[a] - predicted[b])
+        wrong = float(np.mean(order[apart] <= 0)) if apart.any() else 0.0
+        found.append(Ranked(group, len(plans), rank, float(ceiling), float(regret),
+                            int(apart.sum()), wrong, unevenness(members)[1]))  # fmt: skip
     return found

@@ -75,6 +75,7 @@ def off(found: Counter[str], compiled: Counter[str]) -> float:
 
 
 def measure(quick: bool) -> Iterator[Row]:
+    worker.ENTRIES = max(worker.ENTRIES, memory_accuracy.ENTRIES)
     name = "cpu:8" if quick else CLUSTER
     cluster = Cluster.parse(name)
     models = QUICK if quick else MODELS
@@ -91,7 +92,6 @@ def measure(quick: bool) -> Iterator[Row]:
             except InfeasibleError:
                 continue  # as the recipe of a model that has nothing of the kind
             yield {"target": name, "model": model, "plan": plan, **_cell(planned, cluster)}
-    worker.ENTRIES = max(worker.ENTRIES, memory_accuracy.ENTRIES)
     for model, plan, again, target in () if quick else memory_accuracy.cells(False):
         if target == TPU:
             cluster = Cluster.parse(memory_accuracy.TARGETS[target])

@@ -32,14 +32,15 @@ from typing import Any
 
 import numpy as np
 from _harness import at_least, at_most, main
-from _published import Published, problems, read
-from _scores import Scored, grouped, memory_errors, noise, ranks, seconds_errors
+from _published import Published, problems, read, settled
+from _scores import Scored, floors, grouped, memory_errors, noise, ranks, seconds_errors
 from scipy.optimize import least_squares
 
 from jaxscaler.cluster import Cluster
+from jaxscaler.cluster.devices import find_device
 from jaxscaler.errors import JaxscalerError
 from jaxscaler.estimate.config import ModelConfig
-from jaxscaler.estimate.constants import Constants
+from jaxscaler.estimate.constants import SHARES, Constants, constants_for
 from jaxscaler.estimate.parallel import ParallelConfig, cluster_of
 from jaxscaler.estimate.price import Priced, price
 from jaxscaler.space.problem import HIDDEN
@@ -48,12 +49,17 @@ from jaxscaler.space.problem import HIDDEN
 # a factor): rates of devices and links are known, so only what stacks make of them moves.
 FITTED = {
     "matmul": (0.85, 1.2), "attention": (0.7, 1.6), "vector": (0.7, 1.6), "launch_us": (5.0, 2.0),
-    "wave": (1.0, 3.0), "fabric": (0.8, 1.4), "network": (0.8, 1.4),
+    "wave": (1.0, 1.5), "fabric": (0.8, 1.4), "network": (0.8, 1.4),
 }  # fmt: skip
+# Microseconds that a kernel takes longer where its launch blocks: 200B on 80 devices, 8 layers of
+# some 100 kernels a stage, at 91.04 against 97.20 TFLOP/s; BigScience, chronicles-prequel of tr11,
+# "dealing with JZ hanging". Two pairs of runs on 160 devices show no difference.
+BLOCKED_US = 35.0
 PRIOR = 1.0  # weight of the prior beside one row
 SOFT = 0.1  # errors beyond that count less
 EACH = 40  # rows of a source that a fit looks at, evenly spread
 MICRO = (1, 2, 4, 8, 16)  # micro-batches that are tried where none is told
+CAN = {"micro_batch", "recompute", "zero", "tp", "pp", "dp"}  # what a search completes
 QUICK = 6  # rows of a source in a quick run
 SAMPLE = str(Path(__file__).with_name("_published_sample.csv"))
 GROUPS = ("vTrain", "BigScience chronicles")  # whose plans are ranked
@@ -81,7 +87,7 @@ def jobs(row: Published) -> Iterator[dict[str, Any]]:
             if batch % (dp * micro):
                 continue
             parallel = ParallelConfig(
-                tp, pp, dp, row.cp, row.ep, zero, row.sequence, 0, row.schedule or "1f1b",
+                tp, pp, dp, row.cp, row.ep, zero, row.sequence, row.shard, row.schedule or "1f1b",
                 row.chunks if row.schedule == "interleaved" else 1,
             )  # fmt: skip
             yield {
@@ -89,14 +95,31 @@ def jobs(row: Published) -> Iterator[dict[str, Any]]:
                 "seq": row.seq, "micro_batch": micro, "recompute": recompute,
                 "dtype": {"f8": "float8", "f16": "float16", "bf16": None}[row.dtype],
                 "attention": "flash" if row.attention == "flash" else "unfused",
-                "stack": stack_of(row), "dropout": row.stack == "megatron",
-                "gradient": "float16" if row.dtype == "f16" else "float32",
+                "stack": stack_of(row), "dropout": row.stack.startswith("megatron"),
+                "gradient": row.gradient,
             }  # fmt: skip
 
 
 def stack_of(row: Published) -> str:
     """What `price` calls the software of a row."""
     return "pytorch" if row.stack == "torch" else row.stack
+
+
+def constants_of(row: Published, constants: Constants | None = None) -> Constants:
+    """Those given, or of the package, with what the launches of a row cost."""
+    found = constants or constants_for(find_device(row.device)[0], stack_of(row))
+    return replace(found, launch_us=found.launch_us + BLOCKED_US) if row.blocking else found
+
+
+def speed_of(row: Published) -> str:
+    """The stack whose constants of speed hold for a row."""
+    return SHARES.get(stack_of(row), stack_of(row))
+
+
+def memory_of(row: Published, at: Priced) -> float:
+    """Bytes a device, where the source read them."""
+    stages = {"first": at.ends[0], "ends": max(at.ends)}
+    return stages.get(row.memory_at, at.memory_bytes)
 
 
 def _plain(row: Published) -> bool:
@@ -136,7 +159,7 @@ def priced(row: Published, constants: Constants | None = None) -> Priced:
     found, fault = [], None
     for job in jobs(row):
         try:
-            found.append(price(**job, constants=constants))
+            found.append(price(**job, constants=constants_of(row, constants)))
         except JaxscalerError as error:
             fault = error
     if not found:
@@ -161,7 +184,9 @@ def fit(rows: Sequence[Published], start: Constants) -> Constants:
     sources = _by(rows, lambda row: row.source).values()
     some = [row for own in sources for row in own[:: -(-len(own) // EACH)] if row.seconds]
     asked = [
-        (job, float(row.seconds or 0)) for row in some for job in itertools.islice(jobs(row), 1)
+        (row, job, float(row.seconds or 0))
+        for row in some
+        for job in itertools.islice(jobs(row), 1)
     ]
 
     def constants(x: np.ndarray) -> Constants:
@@ -170,7 +195,11 @@ def fit(rows: Sequence[Published], start: Constants) -> Constants:
 
     def misses(x: np.ndarray) -> np.ndarray:
         at = constants(x)
-        off = np.array([np.log(price(**job, constants=at).seconds / s) for job, s in asked]) / SOFT
+        found = [
+            np.log(price(**job, constants=constants_of(row, at)).seconds / seconds)
+            for row, job, seconds in asked
+        ]
+        off = np.array(found) / SOFT
         soft = np.sign(off) * np.sqrt(2 * (np.sqrt(1 + off**2) - 1))
         return np.concatenate([soft, np.sqrt(PRIOR) * (x - first) / width])
 
@@ -181,9 +210,9 @@ def fit(rows: Sequence[Published], start: Constants) -> Constants:
 def overheads(rows: Iterable[Published]) -> dict[str, float]:
     """Stack -> GB beside what is priced, with the least mean error."""
     found = {}
-    for stack, of_it in _by(rows, stack_of).items():
+    for stack, of_it in _by([r for r in rows if r.memory], speed_of).items():
         pairs = [
-            (priced(r, Constants()).memory_bytes / 1e9, r.memory / 1e9) for r in of_it if r.memory
+            (memory_of(r, priced(r, Constants())) / 1e9, r.memory / 1e9) for r in of_it if r.memory
         ]
 
         def error(gb: float, pairs=pairs) -> float:
@@ -203,7 +232,7 @@ def _by(rows: Iterable[Published], key: Any) -> dict[Any, list[Published]]:
 def fitted_table(rows: Sequence[Published]) -> dict[tuple[str, str], Constants]:
     """(device, stack) -> constants, and ("*", stack) of all devices together."""
     found = {}
-    for stack, of_stack in _by(rows, stack_of).items():
+    for stack, of_stack in _by(rows, speed_of).items():
         start = start_of(rows, stack)
         found["*", stack] = fit(of_stack, start)
         for device, of_device in _by(of_stack, lambda row: row.device).items():
@@ -213,7 +242,7 @@ def fitted_table(rows: Sequence[Published]) -> dict[tuple[str, str], Constants]:
 
 def start_of(rows: Sequence[Published], stack: str) -> Constants:
     """What is not fitted to seconds: the planner's own, and the memory that the stack takes."""
-    memory = overheads(row for row in rows if row.memory and stack_of(row) == stack)
+    memory = overheads(row for row in rows if row.memory and speed_of(row) == stack)
     own = Constants(hidden=HIDDEN["Google" if stack == "jax" else "NVIDIA"])
     return replace(own, source="fitted", memory_gb=memory.get(stack, 0.0))
 
@@ -226,7 +255,9 @@ def as_csv(table: dict[tuple[str, str], Constants], path: str) -> str:
     writer.writerow(["device", "stack", *names, "source"])
     for (device, stack), constants in sorted(table.items()):
         values = [f"{getattr(constants, name):.3g}" for name in names]
-        writer.writerow([device, stack, *values, f"benchmarks/estimate_accuracy.py {path} --fit"])
+        writer.writerow(
+            [device, stack, *values, f"benchmarks/estimate_accuracy.py {Path(path).name} --fit"]
+        )
     return out.getvalue()
 
 
@@ -237,21 +268,22 @@ def scored(rows: Iterable[Published], table: Any = None) -> list[Scored]:
     """Predictions for rows; `table`: constants by (device, stack) instead of the package's."""
     found = []
     for row in rows:
-        constants = None
-        if table is not None:
-            stack = stack_of(row)
-            constants = table.get((row.device, stack)) or table.get(("*", stack))
-        at = priced(row, constants)
-        found.append(Scored(row, at.seconds, at.memory_bytes))
+        at = priced(row, _fitted(table, row))
+        found.append(Scored(row, at.seconds, memory_of(row, at)))
     return found
+
+
+def _fitted(table: Any, row: Published) -> Constants | None:
+    stack = speed_of(row)
+    return table and (table.get((row.device, stack)) or table.get(("*", stack)))
 
 
 def held_out(rows: Sequence[Published]) -> list[Scored]:
     """Every source predicted with constants that were fitted without it."""
     found = []
-    for own in _by(rows, lambda row: (row.source, row.device, stack_of(row))).values():
-        source, device, stack = own[0].source, own[0].device, stack_of(own[0])
-        others = [row for row in rows if row.source != source and stack_of(row) == stack]
+    for own in _by(rows, lambda row: (row.source, row.device, speed_of(row))).values():
+        source, device, stack = own[0].source, own[0].device, speed_of(own[0])
+        others = [row for row in rows if row.source != source and speed_of(row) == stack]
         near = [row for row in others if row.device == device] or others
         start = start_of(others, stack)
         constants = fit(near, start) if near else start
@@ -266,50 +298,85 @@ def complete(rows: Iterable[Published]) -> list[Published]:
 
 def completed(rows: Iterable[Published]) -> list[Published]:
     """Rows that leave out parts of their plan which the search can fill in."""
-    can = {"micro_batch", "recompute", "zero", "tp", "pp", "dp"}
     return [
         row for row in rows
-        if row.seconds and row.missing and can.issuperset(row.missing) and not row.faults
+        if row.seconds and row.missing and CAN.issuperset(row.missing) and not row.faults
     ]  # fmt: skip
 
 
+def lacking(rows: Iterable[Published]) -> dict[tuple[str, str], int]:
+    """(source, what a price needs and its rows do not say) -> how many of them, of those that are
+    neither complete nor can be completed."""
+    found: dict[tuple[str, str], int] = {}
+    for row in rows:
+        if row.missing and not row.faults and not (row.seconds and set(row.missing) <= CAN):
+            key = row.source, ", ".join(name for name in row.missing if name not in CAN)
+            found[key] = found.get(key, 0) + 1
+    return found
+
+
+def priceable(rows: Iterable[Published]) -> tuple[list[Published], list[str]]:
+    """(rows that have a price, a line per other row)."""
+    able, lines = [], []
+    for row in rows:
+        try:
+            priced(row)
+        except JaxscalerError as error:
+            lines.append(f"{row.source}, {row.model}: {error}")
+        else:
+            able.append(row)
+    return able, lines
+
+
+def _say(what: str, lines: Iterable[str]) -> None:
+    for line in lines:
+        print(f"{what}: {line}", file=sys.stderr)
+
+
 def measure(quick: bool) -> Iterator[dict[str, Any]]:
-    rows = read(OPTIONS.table)
+    table = read(OPTIONS.table)
+    rows, disputed = settled(table.rows)
+    if table.ignored:
+        _say("columns not looked at", [", ".join(table.ignored)])
+    _say("not read", table.unread)
+    _say("not scored", problems(rows))
+    _say("memory not scored", disputed)
     if quick:
         rows = [r for own in _by(rows, lambda r: r.source).values() for r in own[:QUICK]]
-    for line in problems(rows):
-        print(f"not scored: {line}", file=sys.stderr)
-    whole = complete(rows)
-    begin = time.perf_counter()
-    scored(whole)
-    each = (time.perf_counter() - begin) / max(len(whole), 1)  # models' traces in it
-    table = None
+    begin, spent = time.perf_counter(), time.process_time()
+    whole, refused = priceable(complete(rows))
+    each = {  # models' traces in it
+        "seconds_per_row": (time.perf_counter() - begin) / max(len(whole), 1),
+        "cpu_seconds_per_row": (time.process_time() - spent) / max(len(whole), 1),
+    }
+    _say("not priced", refused)
+    for (source, what), count in lacking(rows).items():
+        _say("not priced", [f"{source}: {count} rows do not say, or no price has, {what}"])
+    fitted = None
     if OPTIONS.fit:
-        table = fitted_table(whole)
-        print(as_csv(table, OPTIONS.table))
-    own = scored(whole, table)
-    spread = noise(own)[1]
+        fitted = fitted_table(whole)
+        print(as_csv(fitted, OPTIONS.table))
+    own = scored(whole, fitted)
     out = held_out(whole)
     for part, found in (("fitted", own), ("held out", out)):
-        yield _line(part, "all", "", found, seconds_per_row=each if part == "fitted" else None)
+        yield _line(part, "all", "", found, **(each if part == "fitted" else {}))
         for (source, device), of_it in grouped(found, lambda r: (r.source, r.device)).items():
             yield _line(part, source, device, of_it)
-    for rank in ranks(own, spread):
+    for rank in ranks(own, floors(own)):
         yield {
             "part": "plans", "source": rank.group[0], "device": rank.group[1], "rows": rank.plans,
-            "hidden": rank.group[3], "devices": rank.group[2], "spearman": rank.spearman,
-            "ceiling": rank.ceiling, "regret": rank.regret,
+            "hidden": rank.group[3], "layers": rank.group[4], "batch": rank.group[9],
+            "devices": rank.group[2], "setup": rank.group[11], "spearman": rank.spearman,
+            "ceiling": rank.ceiling, "regret": rank.regret, "pairs": rank.pairs,
+            "wrong": rank.wrong, "uneven": rank.uneven,
         }  # fmt: skip
-    late = []
-    for row in completed(rows):
-        try:
-            late += scored([row], table)
-        except JaxscalerError as error:
-            print(f"no plan for {row.source}, {row.model}: {error}", file=sys.stderr)
+    able, refused = priceable(completed(rows))
+    _say("no plan", refused)
+    late = scored(able, fitted)
     for (source, device), of_it in grouped(late, lambda r: (r.source, r.device)).items():
         yield _line("completed", source, device, of_it)
     broken = [row for row in rows if row.out_of_memory and not row.missing and not row.faults]
-    fits = [row for row in broken if priced(row).fits]
+    fits = [row for row in broken if priced(row, _fitted(fitted, row)).fits]
     if broken:
         yield {"part": "out of memory", "source": "all", "rows": len(broken),
                "called_fitting": len(fits)}  # fmt: skip

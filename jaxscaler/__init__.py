@@ -40,6 +40,7 @@ _MODULE = {
     "Split": "program",
     "Stage": "program",
     "TraceError": "errors",
+    "candidates": "pipeline.joint",
     "dump_program": "program_text",
     "estimate": "estimate.estimate",
     "forbid": "program",
@@ -54,6 +55,7 @@ _MODULE = {
     "plan": "api",
     "read_program": "program_text",
     "region": "program",
+    "register_kernel": "rewrite.exchange",
     "register_rule": "graph.registry",
     "value_and_grad": "grad",
     "values": "program",
@@ -81,6 +83,7 @@ if TYPE_CHECKING:
     from jaxscaler.grad import value_and_grad as value_and_grad
     from jaxscaler.graph.registry import register_rule as register_rule
     from jaxscaler.holes import hole as hole
+    from jaxscaler.pipeline.joint import candidates as candidates
     from jaxscaler.plan import Plan as Plan
     from jaxscaler.program import ALL as ALL
     from jaxscaler.program import ANY as ANY
@@ -103,6 +106,7 @@ if TYPE_CHECKING:
     from jaxscaler.program import values as values
     from jaxscaler.program_text import dump_program as dump_program
     from jaxscaler.program_text import read_program as read_program
+    from jaxscaler.rewrite.exchange import register_kernel as register_kernel
 else:
     __all__ = sorted(_MODULE)
 

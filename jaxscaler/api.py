@@ -11,9 +11,12 @@ from jaxscaler import planner
 from jaxscaler.cache import find_cache
 from jaxscaler.cluster.cluster import Cluster
 from jaxscaler.cluster.profile import Profile
+from jaxscaler.errors import ConstraintError
 from jaxscaler.given import as_cluster, author_of, nnx_for, traced_step
 from jaxscaler.parallel import ParallelStep
-from jaxscaler.pipeline.front import PipelinedStep
+from jaxscaler.pipeline.front import pipelined
+from jaxscaler.pipeline.joint import SearchedStep, candidates
+from jaxscaler.pipeline.plan import PipelinePlan
 from jaxscaler.plan import Plan
 from jaxscaler.program import Statement
 from jaxscaler.trace import refuse_other_devices
@@ -36,8 +39,10 @@ def plan(
     verify: bool | int | str = False,
     profile: Profile | str | Path | None = None,
     loops: bool = True,
+    pipelines: bool = False,
+    simplest: float = 0.0,
     **kwargs: Any,
-) -> Plan:
+) -> Plan | PipelinePlan:
     """Plan a train step for a cluster; no device of it needs to be present.
 
     `args` and `kwargs` are the step's, arrays or `jax.ShapeDtypeStruct`s. `cluster`: such as
@@ -58,7 +63,24 @@ def plan(
     it: prices are made of that (docs/calibrate.md).
     `loops`: whether to look, where memory decides and a loss is marked, for parts of it that run
     as loops (co-shards, gradient accumulation); those that constraints ask for are taken anyway.
+    `pipelines`: whether pipelines compete with plans without stages (docs/pipelines.md): the result
+    is a `PipelinePlan` where one is faster. `simplest`: of the plans that are slower by this share
+    at most, the simplest.
     """
+    if pipelines:
+        if mesh is not None or specs or verify:
+            raise ConstraintError(
+                "pipelines=True: stages have meshes of their own, and are not verified as one "
+                "program: leave mesh=, specs= and verify= out"
+            )
+        found = candidates(
+            step, *args, cluster=cluster, roles=roles, profile=profile, **kwargs,
+            options=dict(constraints=constraints, memory=memory, time_limit=time_limit,
+                         simplest=simplest, progress=progress),
+        )  # fmt: skip
+        return found.plan
+    if simplest:
+        raise ConstraintError("simplest= chooses among what pipelines=True tries: give both")
     author, cluster = author_of(mesh, specs), as_cluster(cluster, profile=profile)
     nnx = nnx_for(step, (args, kwargs))
     if nnx:
@@ -116,7 +138,13 @@ def parallelize(step: Callable | None = None, /, **options: Any) -> Any:
     the state where it is. See docs/state.md.
 
     With `micro_batches` the step is a pipeline: its options are those of `PipelinedStep` then
-    (`schedule`, `stages`, `submeshes` ...; docs/pipelines.md).
+    (`schedule`, `stages`, `submeshes` ...; docs/pipelines.md), or with `one_program=True` the ones
+    above and `stages` (docs/pipelines-one-program.md). With `pipelines=True` it is planned with
+    stages or without, as is faster: options are `cluster`, `devices`, `roles`, `profile` and those
+    of `pipeline.search.search_pipelines` (`constraints`, `micro`, `stages`, `simplest` ...).
     """
-    kind: Callable = PipelinedStep if "micro_batches" in options else ParallelStep
+    if options.pop("pipelines", False):
+        kind: Callable = SearchedStep
+    else:
+        kind = pipelined if "micro_batches" in options else ParallelStep
     return functools.partial(kind, **options) if step is None else kind(step, **options)

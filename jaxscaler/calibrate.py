@@ -13,6 +13,7 @@ Several processes: each calls `calibrate`, on the same options; process 0's time
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import re
 import statistics
@@ -35,6 +36,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxscaler import processes
 from jaxscaler.cluster.cluster import Cluster, Level
 from jaxscaler.cluster.curves import BYTES, ELEMENTWISE, MATMUL, Curve, curve_of
+from jaxscaler.cluster.host import Host
 from jaxscaler.cluster.links import COLLECTIVES, Link
 from jaxscaler.cluster.mesh import Axis, Part, device_grid
 from jaxscaler.cluster.profile import Moved, Profile
@@ -42,6 +44,7 @@ from jaxscaler.cost.collective import unit_times
 from jaxscaler.errors import ClusterError
 
 BLOCK, BLOCKS = 0.02, 7  # seconds of a block of calls, at least; blocks
+DISPATCHES = 20  # calls of which one's dispatch is the median
 CHAIN = 8  # kernels, or collectives, of one call
 FASTEST = 1e15  # bytes/s: no link is taken to be faster
 DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32, "f64": jnp.float64}
@@ -95,6 +98,7 @@ def calibrate(
             for kind in COLLECTIVES:
                 say(kind, f"{size} of {level.name}")
                 moved += _collectives(kind, grid, at, level, size, sizes)
+    say("dispatch", f"{len(devices)} devices")
     return Profile(
         device_kind=devices[0].device_kind,
         cluster=cluster.name,
@@ -105,6 +109,7 @@ def calibrate(
         moved=tuple(moved),
         versions=tuple((name, version(name)) for name in ("jax", "jaxlib")),
         command=command,
+        host=host_of(devices) if len(devices) > 1 and jax.process_count() == 1 else None,
     )
 
 
@@ -278,15 +283,57 @@ def _link(level: Level, kind: str, points: Sequence[Moved]) -> Link:
     rows = np.array([[1.0, a, b * p.nbytes] for (a, b), p in zip(terms, points)])
     if np.ptp(rows[:, 1]) == 0:  # one length: the two can not be told apart
         rows[:, 1] = 0.0
-    from scipy.optimize import nnls  # of JAX's own needs; late, for the command line's sake
-
-    seconds = np.array([p.seconds for p in points])
-    scale = rows.max(axis=0)
-    scale[scale == 0] = 1.0
-    x, _ = nnls(rows / scale / seconds[:, None], np.ones(len(points)))
-    launch, latency, per_byte = x / scale
+    launch, latency, per_byte = _least(rows, np.array([p.seconds for p in points]))
     bandwidth = 1.0 / max(per_byte, 1.0 / FASTEST)
     return Link(level.link.kind, bandwidth, latency, launch, wrap=level.link.wrap)
+
+
+def _least(rows: np.ndarray, seconds: np.ndarray) -> list[float]:
+    """x >= 0 with the least relative error of rows @ x, squared and summed."""
+    from scipy.optimize import nnls  # of JAX's own needs; late, for the command line's sake
+
+    scale = rows.max(axis=0)
+    scale[scale == 0] = 1.0
+    x, _ = nnls(rows / scale / seconds[:, None], np.ones(len(rows)))
+    return (x / scale).tolist()
+
+
+# -- dispatch --------------------------------------------------------------------------------------
+
+
+def host_of(devices: Sequence[jax.Device], arrays: Sequence[int] = (1, 8, 64)) -> Host:
+    """What the host takes to dispatch jitted calls of so many arrays, and copies between halves.
+
+    Times are until the call returns, medians; each call's results are waited for outside of that.
+    """
+    rows, seconds = [], []
+    for some in (devices[:1], devices[: len(devices) // 2], devices):
+        sharding = _cut_over(some)
+        for n in arrays:
+            xs = [jax.device_put(np.zeros(len(some), np.float32), sharding) for _ in range(n)]
+            run = jax.jit(lambda *xs: [x + 1 for x in xs], out_shardings=[sharding] * n)
+            rows.append((len(some), 2 * n * len(some)))
+            seconds.append(_until_it_returns(functools.partial(run, *xs)))
+    call, shard = _least(np.array(rows, float), np.array(seconds))
+    half = len(devices) // 2
+    here, there = (_cut_over(some) for some in (devices[:half], devices[half : 2 * half]))
+    x = jax.block_until_ready(jax.device_put(np.zeros(half, np.float32), here))
+    move = _until_it_returns(lambda: jax.device_put(x, there)) - half * call
+    return Host(call, shard, max(move, 0.0), f"measured on {len(devices)} devices")
+
+
+def _cut_over(devices: Sequence[jax.Device]) -> NamedSharding:
+    return NamedSharding(jax.sharding.Mesh(np.array(devices), "d"), PartitionSpec("d"))
+
+
+def _until_it_returns(call: Callable[[], Any]) -> float:
+    times = []
+    for _ in range(DISPATCHES + 2):  # the first ones compile and fill caches
+        start = time.perf_counter()
+        made = call()
+        times.append(time.perf_counter() - start)
+        jax.block_until_ready(made)
+    return statistics.median(times[2:])
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -339,3 +386,8 @@ def _lines(profile: Profile) -> Iterator[str]:
                 f"{kind} over {level}: {link.bandwidth / 1e9:.4g} GB/s, "
                 f"{link.launch * 1e6:.3g} us + {link.latency * 1e6:.3g} us a hop"
             )
+    if (host := profile.host) is not None:
+        yield (
+            f"dispatch: {host.call * 1e6:.3g} us a call and device, {host.shard * 1e6:.3g} us an "
+            f"array of it; {host.move * 1e6:.3g} us a copy"
+        )

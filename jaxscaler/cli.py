@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import gc
 import json
 import os
 import sys
@@ -34,6 +35,7 @@ from jaxscaler.errors import (
     SolveError,
 )
 from jaxscaler.estimate import command as estimate
+from jaxscaler.pipeline.joint import candidates
 from jaxscaler.plan import Plan
 from jaxscaler.program import Statement
 from jaxscaler.program_text import dump_program, read_program
@@ -59,6 +61,7 @@ STATUS: dict[type[Exception], int] = {  # by class; any other JaxscalerError is 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command (default: of `sys.argv`); its exit status. Errors are one message on stderr."""
+    gc.set_threshold(100_000)  # tracing makes many objects that stay: seldom look through them
     try:
         args = _parser().parse_args(argv)
         status = args.run(args)
@@ -106,6 +109,14 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--best-of", type=_positive_int, default=False, metavar="N",
         help="the same with the best plans of N meshes: the fastest by the compiler's word",
+    )  # fmt: skip
+    command.add_argument(
+        "--pipelines", action="store_true",
+        help="let pipelines compete with plans without stages, and print what was tried",
+    )  # fmt: skip
+    command.add_argument(
+        "--simplest", type=_fraction, default=0.0, metavar="SHARE",
+        help="with --pipelines: of the plans slower by this share at most, the simplest",
     )  # fmt: skip
     _add_search(command, planner.TIME_LIMIT)
 
@@ -226,6 +237,10 @@ def _share(text: str) -> float:
     return _number(text, float, "above 0 and at most 1", lambda x: 0 < x <= 1)
 
 
+def _fraction(text: str) -> float:
+    return _number(text, float, "0 or above", lambda x: 0 <= x < float("inf"))
+
+
 def _setting(text: str) -> tuple[str, Any]:
     """KEY=VALUE; VALUE is a Python literal, true, false or none, else a string."""
     key, equals, value = text.partition("=")
@@ -247,6 +262,8 @@ def _plan(args: argparse.Namespace) -> int:
         if path is not None:
             _check_writable(path)
     recipes = [line for name in args.recipe for line in RECIPES[name]()]
+    if args.pipelines:
+        return _plan_pipelines(args, recipes)
     with _progress(args.quiet) as report:
         found = _searched(args, recipes, report, verify=args.best_of or args.verify)
     if args.export_problem is not None:
@@ -255,6 +272,27 @@ def _plan(args: argparse.Namespace) -> int:
     if args.out is not None:
         _write(args.out, found.save)
     _print_plan(found, args.json)
+    return DONE
+
+
+def _plan_pipelines(args: argparse.Namespace, recipes: Sequence[Statement]) -> int:
+    if args.verify or args.best_of or args.export_problem is not None:
+        raise UsageError("--pipelines: a plan with stages is no one program to verify or export")
+    written = [line for path in args.constraints for line in read_program(path)]
+    with _progress(args.quiet) as report:
+        work, batch = traceable(args, report)
+        found = candidates(
+            work.step, work.state, *batch, cluster=cluster_of(args.cluster), profile=args.profile,
+            options=dict(constraints=[*written, *recipes], memory=args.memory,
+                         time_limit=args.time_limit, simplest=args.simplest, progress=report),
+        )  # fmt: skip
+    if args.out is not None:
+        _write(args.out, found.plan.save)
+    if args.json:
+        print(json.dumps({"plan": found.plan.to_dict(), "tried": found.rows()}))
+    else:
+        found.show()
+        found.plan.show()
     return DONE
 
 
@@ -294,11 +332,12 @@ def _searched(
     cluster = cluster_of(args.cluster)
     written = [line for path in args.constraints for line in read_program(path)]
     work, batch = traceable(args, report)
-    return plan_step(
+    found: Any = plan_step(
         work.step, work.state, *batch,
         cluster=cluster, profile=args.profile, constraints=[*written, *lines], memory=args.memory,
         time_limit=args.time_limit, seed=args.seed, progress=report, loops=args.loops, **options,
     )  # fmt: skip
+    return found
 
 
 def _show(args: argparse.Namespace) -> int:

@@ -31,7 +31,12 @@ class ConstraintError(JaxscalerError):
 
 
 class InfeasibleError(JaxscalerError):
-    """No plan satisfies the memory limit and the constraints."""
+    """No plan satisfies the memory limit and the constraints.
+
+    `need`: bytes on a device of the plan of least memory that was found, if there is one.
+    """
+
+    need: float | None = None
 
 
 class OutOfTimeError(InfeasibleError):

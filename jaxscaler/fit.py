@@ -39,7 +39,8 @@ def fitted(session: Session, found: Found, clock: Clock, say: Progress) -> Found
         aim = min(aim, rows) * limit / peak
         say("memory", f"{size_text(peak)} as compiled: again with {size_text(aim)}")
         try:
-            found = replace(session, limit=aim, best=None).search(clock, say, explained=False)
+            less = replace(session, limit=aim, best=None, brief=True)
+            found = less.search(clock, say, explained=False)
         except InfeasibleError as error:
             late = isinstance(error, OutOfTimeError)
             break
@@ -52,11 +53,13 @@ def fitted(session: Session, found: Found, clock: Clock, say: Progress) -> Found
         least = replace(best, choice=choice, seconds=describe.cost_of(best.priced, choice))
         return replace(found, best=least, status="feasible")
     need = min(need, _peak(session, best))
-    raise (OutOfTimeError if late else InfeasibleError)(
+    missed = (OutOfTimeError if late else InfeasibleError)(
         f"no plan fits {size_text(limit)} per device as the compiler lays it out: the least "
         f"found for a plan is {size_text(need)}, on mesh {best.priced.mesh}\n"
         "use more devices or larger ones, a smaller batch, or drop constraints"
     )
+    missed.need = need
+    raise missed
 
 
 def _peak(session: Session, best: Best) -> float:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -82,3 +83,27 @@ def without_objects(create: Callable) -> Callable:
         return nnx.take(result) if nnx and nnx.holds_objects(result) else result
 
     return made
+
+
+class StepOnObjects:
+    """A step as a function of pytrees, whether it takes such or flax.nnx objects."""
+
+    step: Callable
+    _nnx: ModuleType | None = None  # the adapter, for a step on flax.nnx objects
+
+    def _meet(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """The arguments as pytrees; the step is from now on a function of such."""
+        if self._nnx is None and (nnx := nnx_for(self.step, (args, kwargs))):
+            self._nnx, self.step = nnx, nnx.functional(self.step)
+        if self._nnx:
+            args, kwargs, _ = self._nnx.take_call(self.step, args, kwargs)
+        return args, kwargs
+
+    def _as_arguments(self, made: Any, rest: tuple) -> tuple:
+        """What stands before `rest` in a call: `made`, or its parts if the step takes as many."""
+        if type(made) is tuple:
+            try:
+                inspect.signature(self.step).bind(made, *rest)
+            except TypeError:
+                return made
+        return (made,)

@@ -19,7 +19,7 @@ import jax
 
 from jaxscaler import _compat
 from jaxscaler.rewrite.apply import changed, flat, named
-from jaxscaler.rewrite.changes import Change, CoShard, Recompute
+from jaxscaler.rewrite.changes import Change, Exchange, OfSegment
 
 
 @dataclass(eq=False)
@@ -128,8 +128,11 @@ def _through_jaxpr(fun: Callable, marks: Marks) -> Callable:
         finally:
             marks.inside = False
         closed = named(flat(closed), number)
+        wanted = marks.of(number)
+        if first := [change for change in wanted if isinstance(change, Exchange)]:
+            closed = named(flat(jax.make_jaxpr(changed(closed, first))(*arrays)), number)
         marks.losses[number] = _compat.open_jaxpr(closed)[0]
-        made = changed(closed, marks.of(number))(*arrays)
+        made = changed(closed, [change for change in wanted if change not in first])(*arrays)
         out_tree, arrays_out, results = kept
         for i, value in zip(arrays_out, made, strict=True):
             results[i] = value
@@ -139,7 +142,7 @@ def _through_jaxpr(fun: Callable, marks: Marks) -> Callable:
 
 
 def _loss(change: Change) -> int:
-    return change.segment.loss if isinstance(change, Recompute | CoShard) else change.loss
+    return change.segment.loss if isinstance(change, OfSegment) else change.loss
 
 
 def _are_numbers(argnums: Any) -> bool:

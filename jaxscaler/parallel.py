@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -20,7 +18,13 @@ from jaxscaler.cluster.cluster import Cluster
 from jaxscaler.cluster.mesh import device_grid
 from jaxscaler.cluster.profile import Profile
 from jaxscaler.errors import ClusterError, ConstraintError, PlanError
-from jaxscaler.given import as_cluster, author_of, nnx_for, traced_step, without_objects
+from jaxscaler.given import (
+    StepOnObjects,
+    as_cluster,
+    author_of,
+    traced_step,
+    without_objects,
+)
 from jaxscaler.lower.auxiliary import jit_on_state
 from jaxscaler.lower.state import abstract_leaves, init_state, place
 from jaxscaler.lower.step import (
@@ -38,7 +42,7 @@ from jaxscaler.trace import Traced, refuse_other_devices
 from jaxscaler.verify.loop import plan_verified
 
 
-class ParallelStep:
+class ParallelStep(StepOnObjects):
     """A step that is planned at the first call, or by `plan_for` or `init`, and then runs."""
 
     def __init__(
@@ -119,7 +123,6 @@ class ParallelStep:
             verify=verify,
         )
         self._follow = follow
-        self._nnx: ModuleType | None = None  # the adapter, for a step on flax.nnx objects
         self._compiled: Callable | None = None
         self._run: Callable | None = None  # what was compiled, once it is known to be as planned
         self._runs: dict[Any, Callable] = {}  # the same by types of the arguments
@@ -243,7 +246,7 @@ class ParallelStep:
 
     def mesh(self) -> jax.sharding.Mesh:
         """The plan's mesh on the devices at hand. ClusterError if there are too few."""
-        axes = self.plan.axes or (("device", 1),)
+        axes = self.plan.mesh_axes
         names, shape = zip(*axes)
         size = math.prod(shape)
         devices = list(jax.devices() if self.devices is None else self.devices)
@@ -281,23 +284,6 @@ class ParallelStep:
                 "there is no plan yet: call plan_for(...), init(...), or the step itself first"
             )
         return self.planned
-
-    def _meet(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """The arguments as pytrees; the step is from now on a function of such."""
-        if self._nnx is None and (nnx := nnx_for(self.step, (args, kwargs))):
-            self._nnx, self.step = nnx, nnx.functional(self.step)
-        if self._nnx:
-            args, kwargs, _ = self._nnx.take_call(self.step, args, kwargs)
-        return args, kwargs
-
-    def _as_arguments(self, made: Any, rest: tuple) -> tuple:
-        """What stands before `rest` in a call: `made`, or its parts if the step takes as many."""
-        if type(made) is tuple:
-            try:
-                inspect.signature(self.step).bind(made, *rest)
-            except TypeError:
-                return made
-        return (made,)
 
     def _trace(self, args: tuple, kwargs: dict[str, Any]) -> Traced:
         device = self.cluster.device

@@ -150,6 +150,11 @@ class Plan:
         core = [self.axes, [asdict(d) for d in self.decisions], self.fingerprint]
         return hashlib.sha256(json.dumps(core, sort_keys=True).encode()).hexdigest()[:16]
 
+    @property
+    def mesh_axes(self) -> tuple[tuple[str, int], ...]:
+        """Those of the mesh that it runs on: a plan for one device needs no axis, a mesh does."""
+        return self.axes or (("device", 1),)
+
     # -- JSON --------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:

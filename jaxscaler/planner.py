@@ -23,6 +23,7 @@ from jaxscaler.cluster.cluster import Cluster
 from jaxscaler.cluster.mesh import Mesh, candidate_meshes, named_mesh
 from jaxscaler.cost.memory import live_buffers, rules_for
 from jaxscaler.errors import ConstraintError, InfeasibleError, PlanError
+from jaxscaler.exchange import exchanged
 from jaxscaler.explain import explanation
 from jaxscaler.fit import fitted
 from jaxscaler.graph.build import build
@@ -49,7 +50,7 @@ from jaxscaler.space.pins import Pin, PinFilter, Pins
 from jaxscaler.space.problem import model
 from jaxscaler.trace import Traced
 from jaxscaler.verify.folded import folded_step
-from jaxscaler.why import Session
+from jaxscaler.why import LaterSession, Session
 
 MEMORY = 0.92  # share of a device's memory that a plan may fill
 TIME_LIMIT = 60.0  # seconds of search
@@ -81,7 +82,7 @@ class Planned:
             layouts = emit(graph, self.folded, self.space, self.plan.axes, self.rows)
             traced, layouts = folded_step(traced, self.graph, self.folded, layouts)
         donate = donated_arguments(self.traced, layouts)
-        mesh = _compat.abstract_mesh(self.plan.axes)
+        mesh = _compat.abstract_mesh(self.plan.mesh_axes)
         return PlannedStep(traced, layouts, mesh, donate, None).lower(platform)
 
     @property
@@ -169,16 +170,19 @@ def plan_step(
         traced = _with_roles(traced, [(traced.in_paths[i], pin.role) for i, pin in pinned.items()])
     say("graph", f"{len(traced.jaxpr.eqns)} equations")
     graph = build(traced)
+    written, (traced, rest) = traced, exchanged(traced, program, graph)
+    if traced is not written:
+        graph = build(traced)
     clock.add("graph")
 
     def as_it_is(step, its_graph, lines, memory, time_limit, again=None, mesh=None, ask=None):
         return _search_plan(
             step, its_graph, cluster, lines, kept_axes, memory, time_limit, seed, merge, follow,
-            author, clock, say, again, mesh, ask,
+            author, clock, say, not explained, again, mesh, ask,
         )  # fmt: skip
 
     # lines that ask for loops: without a marked loss they are refused as any that say too much
-    others = loop_lines(program)[1] if traced.losses else program
+    others = loop_lines(rest)[1] if traced.losses else rest
 
     def with_recomputation(step, its_graph, seconds):
         return plan_with_recomputation(
@@ -187,7 +191,7 @@ def plan_step(
         )  # fmt: skip
 
     search = functools.partial(
-        plan_with_loops, with_recomputation, as_it_is, traced, graph, program, loops, cluster,
+        plan_with_loops, with_recomputation, as_it_is, traced, graph, rest, loops, cluster,
         memory, time_limit, rules_for(cluster.device.vendor, cluster.device.name), say,
     )  # fmt: skip
     if explained:
@@ -199,7 +203,7 @@ def plan_step(
             seed=seed, merge=merge, follow=follow, author=author, loops=loops, explained=False,
         ).plan  # fmt: skip
 
-    search = functools.partial(_asked, search, with_more)
+    search = functools.partial(_asked, search, with_more, tuple(map(str, program)))
     if cache is None:
         return search()
     key = cache_key(
@@ -209,7 +213,7 @@ def plan_step(
     kept, fault = cache.load(key)
     if kept is not None:
         try:
-            found = _follow(traced, graph, replace(kept, session=_LaterSession(search)))
+            found = _follow(traced, graph, replace(kept, session=LaterSession(search)))
             say("cache", f"the plan of an earlier search, {kept.search.seconds:.1f} s")
             return found
         except PlanError as error:
@@ -219,11 +223,11 @@ def plan_step(
     return replace(found, plan=replace(found.plan, notes=(*found.plan.notes, *faults)))
 
 
-def _asked(search: Callable[[], Planned], again: Callable) -> Planned:
+def _asked(search: Callable[[], Planned], again: Callable, said: tuple[str, ...]) -> Planned:
     """What `search` finds; its session can plan the step as it was written once more."""
     found = search()
     session = replace(found.plan.session, again=again)
-    return replace(found, plan=replace(found.plan, session=session))
+    return replace(found, plan=replace(found.plan, session=session, constraints=said))
 
 
 def _told(search: Callable[[], Planned]) -> Planned:
@@ -237,16 +241,17 @@ def _told(search: Callable[[], Planned]) -> Planned:
 
 def _search_plan(
     traced, graph, cluster, program, kept_axes, memory, time_limit, seed, merge, follow, author,
-    clock, say, again: Again | None = None, mesh: Mesh | None = None, ask: Callable | None = None,
+    clock, say, brief, again: Again | None = None, mesh: Mesh | None = None,
+    ask: Callable | None = None,
 ) -> Any:  # fmt: skip
     """The plan of a step as it is, on `mesh` or all. With `again`: what was found, and of what;
     with `ask`: what that says of the session, not yet searched, and of the same."""
     said = pins_of(graph, author)
-    skeleton = _skeleton(traced, graph, merge, again)
+    skeleton = skeleton_of(traced, graph, merge, again)
     pins = _pinned(follow, traced, skeleton)
     own = Annotations(said, graph, skeleton.folded, skeleton.space)
     if own.clash or (pins is not None and pins.clash):
-        skeleton = _skeleton(traced, graph, False, again)
+        skeleton = skeleton_of(traced, graph, False, again)
         pins = _pinned(follow, traced, skeleton)
         own = Annotations(said, graph, skeleton.folded, skeleton.space)
     clock.add("space")
@@ -278,7 +283,8 @@ def _search_plan(
     if again is not None:
         once, what = again.on(once, cluster.device.vendor)
     clock.add("space")
-    session = Session(once, cluster, tuple(meshes), program, limit, time_limit, seed, others)
+    session = Session(once, cluster, tuple(meshes), program, limit, time_limit, seed, others,
+                      brief=brief)  # fmt: skip
     if ask is not None:
         return ask(session, what)
     try:
@@ -308,6 +314,7 @@ def _search_plan(
         predicted=describe.prediction(best.priced, best.choice, cluster.device, limit),
         search=search,
         constraints=tuple(str(line) for line in program),
+        changes=traced.changes,
         notes=(*graph.notes, *reported, *describe.remarks(best.priced, best.choice)),
         compiler_options=_compiler_options(cluster),
         fingerprint=skeleton.fingerprint,
@@ -358,7 +365,7 @@ def follow_plan(traced: Traced, plan: Plan, search: Callable[[], Planned] | None
 
     `search`: how to search for it, when the plan is asked why.
     """
-    plan = replace(plan, session=_LaterSession(search)) if search else plan
+    plan = replace(plan, session=LaterSession(search)) if search else plan
     known = set(traced.in_paths)
     traced = _with_roles(traced, [(t.path, t.role) for t in plan.tensors if t.path in known])
     return _follow(traced, build(traced), plan)
@@ -371,9 +378,9 @@ def _follow(traced: Traced, graph: OpGraph, plan: Plan) -> Planned:
                 "the plan changes the forward pass of a loss that jaxscaler.value_and_grad marks, "
                 "and this step has none: use it in the step, or plan this step again"
             )
-        traced = traced.changed(plan.changes)
+        traced = traced.rewritten(plan.changes)
         graph = build(traced)
-    skeletons = (_skeleton(traced, graph, merge) for merge in (True, False))
+    skeletons = (skeleton_of(traced, graph, merge) for merge in (True, False))
     skeleton = next((s for s in skeletons if s.fingerprint == plan.fingerprint), None)
     if skeleton is None:
         raise PlanError(
@@ -388,7 +395,9 @@ def _follow(traced: Traced, graph: OpGraph, plan: Plan) -> Planned:
     return _tied(Planned(traced, graph, skeleton.folded, skeleton.space, plan, known))
 
 
-def _skeleton(traced: Traced, graph: OpGraph, merge: bool, again: Again | None = None) -> _Skeleton:
+def skeleton_of(
+    traced: Traced, graph: OpGraph, merge: bool, again: Again | None = None
+) -> _Skeleton:
     folded = fold(graph, merge)
     shared = frozenset() if again is None else again.shared(folded)
     space = build_space(graph, folded, factor_labels(graph, folded), shared)
@@ -421,27 +430,3 @@ def _compiler_options(cluster: Cluster) -> dict[str, Any]:
     if cluster.device.vendor == "NVIDIA":
         return {"xla_gpu_enable_latency_hiding_scheduler": True}
     return {}
-
-
-@dataclass(frozen=True)
-class _LaterSession:
-    """The session of a plan that was not searched now: searches for it when it is asked."""
-
-    search: Callable[[], Planned]
-
-    @functools.cached_property
-    def session(self) -> Session:
-        return self.search().plan.session
-
-    @property
-    def best(self) -> Best | None:
-        return self.session.best
-
-    def why(self, plan: Plan, pattern: str) -> str:
-        return self.session.why(plan, pattern)
-
-    def what_if(self, plan: Plan, change: Any) -> Any:
-        return self.session.what_if(plan, change)
-
-    def shadow_prices(self, plan: Plan) -> Any:
-        return self.session.shadow_prices(plan)

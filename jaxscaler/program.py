@@ -170,7 +170,9 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Cast:
-    """In another dtype on its way: compression, which loses bits."""
+    """Products of ops in another dtype: what they read travels in it, and so do their partial sums.
+
+    Compression, which loses bits; what they make is cast back."""
 
     dtype: str
 
@@ -180,7 +182,7 @@ class Cast:
 
 @dataclass(frozen=True)
 class Kernel:
-    """By an equivalent implementation of this name."""
+    """A region by an equivalent function, which `jaxscaler.register_kernel` names."""
 
     name: str
 

@@ -20,25 +20,18 @@ from jaxscaler.rewrite.apply import results_of
 from jaxscaler.rewrite.changes import CoShard, Recompute, Segment, around
 from jaxscaler.search import Best
 from jaxscaler.solve import solve
+from jaxscaler.space.again import HOSTED, HOSTS, OFF, RUN, Recomputation, recomputation
 from jaxscaler.space.kept import Pair, pairs_of, shared
 from jaxscaler.space.problem import Model, Priced
-from jaxscaler.space.recompute import (
-    HOSTED,
-    HOSTS,
-    OFF,
-    RUN,
-    Recomputation,
-    changes_of,
-    extended,
-    recomputation,
-)
+from jaxscaler.space.recompute import changes_of, extended
 from jaxscaler.space.segments import segmentations
 from jaxscaler.space.subjects import HANDS_ON, Subjects
 from jaxscaler.trace import Traced
 
 TOLERANCE = 0.02  # of the price that was searched, within which the changed step's must be
-ATTEMPTS = 2  # searches with less memory each, where the changed step needs more than was searched
-SHRINK = 0.9
+# (share of the memory, whether segments may be whole) of searches, one after the other where the
+# changed step needs more than was searched: whole ones hold what they like.
+ATTEMPTS = ((1.0, True), (1.0, False), (0.9, False), (0.8, False), (0.7, False))
 SHARE = 0.2  # of the time limit, at least, for each way to cut into segments
 ENOUGH = 0.01  # above a bound without memory: other borders of segments are not worth a search
 WORK = 5.0  # about as many seconds, for a bound without memory
@@ -62,6 +55,7 @@ class Again:
     segments: tuple[Segment, ...]
     pairs: tuple[Pair, ...]
     lines: tuple[Line, ...] = ()  # of the program: what may be kept
+    whole: bool = True  # whether segments may be left as the author wrote them
 
     def shared(self, folded: Folded) -> frozenset[int]:
         return shared(folded, self.pairs)
@@ -80,8 +74,10 @@ class Again:
         """
         pairs = tuple(pair for pair in self.pairs if pair.first not in never)
         found = recomputation(
-            model.graph, model.folded, model.space, self.segments, pairs, vendor in HOSTS
+            model.graph, model.folded, model.space, self.segments, pairs, vendor in HOSTS, never
         )
+        if not self.whole:
+            found = replace(found, wholes=())
         if parts:
             some = {n: min(parts.get(p.first, 1) for p in kept) for n, kept in found.kept.items()}
             found = replace(found, parts=some)
@@ -174,6 +170,7 @@ def _none(error: InfeasibleError | None, misses: Sequence[InfeasibleError]) -> I
     else:
         found = InfeasibleError(f"{text}\nthere is no layer that could be recomputed")
     found.session = next((e.session for e in (error, *misses) if e is not None and e.session), None)
+    found.need = min((e.need for e in (error, *misses) if e is not None and e.need), default=None)
     return found
 
 
@@ -245,10 +242,10 @@ def _attempts(search, traced, again, changed, its_graph, program, memory, time_l
     Raises InfeasibleError where there is none, OutOfTimeError where there may be.
     """
     error: InfeasibleError | None = None
-    for attempt in range(ATTEMPTS):
-        share = memory * SHRINK**attempt
+    for share, whole in ATTEMPTS:
+        some, room = replace(again, whole=whole), share * memory
         try:
-            found, what = search(changed, its_graph, program, share, time_limit, again=again)
+            found, what = search(changed, its_graph, program, room, time_limit, again=some)
         except InfeasibleError as cause:
             raise error or cause from None
         best = found.best

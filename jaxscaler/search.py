@@ -84,6 +84,7 @@ def search_meshes(
     clock: Clock,
     say: Progress,
     known: Best | None = None,
+    brief: bool = False,
 ) -> tuple[Best, tuple[tuple[str, str, float], ...], float, str]:
     """(best plan, (problem, what came of it, seconds) of each, seconds none is below, status).
 
@@ -92,11 +93,12 @@ def search_meshes(
     is neither written out nor searched. A problem of more than `WIDE` costs even so is left alone
     ("close") where it could be better by the share `CLOSE` at most, and else searched among its
     most promising strategies. `known`: a plan of another program to begin from, where this one
-    allows it.
+    allows it. `brief`: where nothing fits, the error does not say what memory would do.
     """
     if known is not None:
         variants = sorted(variants, key=lambda v: v.mesh != known.priced.mesh)
     search = _Search(model, cluster, variants, limit, time_limit, seed, clock, say, known)
+    search.brief = brief
     waiting = []
 
     def settle(n: int, tabled: Tabled, screening: Future[Screened]) -> None:
@@ -148,6 +150,7 @@ class _Search:
     misfits: list[Tabled] = field(default_factory=list)
     prices: Mapping[int, float] = field(default_factory=dict)  # the multipliers found last
     start: float = field(default_factory=time.perf_counter)
+    brief: bool = False
 
     def note(self, n: int, status: str, seconds: float, lower: float | None = None) -> None:
         self.tried[n] = status, seconds
@@ -283,6 +286,8 @@ class _Search:
                     f"no plan was found in {self.time_limit:g} s: give the search a longer "
                     "time_limit, or constraints that leave less to search"
                 )
+            if self.brief:
+                raise InfeasibleError(_no_fit(self.cluster, self.limit))
             raise _infeasible(self.cluster, self.limit, [t.priced() for t in self.misfits])
         tried = tuple((str(self.variants[n]), *self.tried[n]) for n in sorted(self.tried))
         done = {"optimal", "bounded", "infeasible", CLASH}
@@ -359,10 +364,7 @@ def distinct_meshes(meshes: Sequence[Mesh]) -> list[Mesh]:
 
 def _infeasible(cluster: Cluster, limit: float, misfits: Sequence[Priced]) -> InfeasibleError:
     """How much memory would do, and what dominates it, over the meshes that were tried."""
-    head = (
-        f"no plan fits {size_text(limit)} per device ({cluster.device.name}, "
-        f"{cluster.num_devices} devices)"
-    )
+    head = _no_fit(cluster, limit)
     least = [(found, p) for p in misfits if (found := leanest(p, cluster.device))]
     if not least:
         return InfeasibleError(
@@ -373,10 +375,19 @@ def _infeasible(cluster: Cluster, limit: float, misfits: Sequence[Priced]) -> In
     roles = ", ".join(f"{role} {size_text(n)}" for role, n in by_role[:4])
     top = sorted(describe.tensors(priced, choice), key=lambda t: -t.bytes_per_device)[:5]
     names = "; ".join(f"{t.path} {t.shape} {t.dtype}: {size_text(t.bytes_per_device)}" for t in top)
-    return InfeasibleError(
+    error = InfeasibleError(
         f"{head}: the least found for a plan is {size_text(need)}, on mesh {priced.mesh} "
         f"({roles}).\nthe largest tensors per device there: {names}\n"
         "use more devices or larger ones, a smaller batch, or drop constraints"
+    )
+    error.need = need
+    return error
+
+
+def _no_fit(cluster: Cluster, limit: float) -> str:
+    return (
+        f"no plan fits {size_text(limit)} per device ({cluster.device.name}, "
+        f"{cluster.num_devices} devices)"
     )
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from jaxscaler import _compat
 from jaxscaler.errors import PlanError, TraceError
 from jaxscaler.grad import Marks
-from jaxscaler.rewrite.changes import Change, Recompute
+from jaxscaler.rewrite.changes import Change, Exchange, Recompute, Stages
 from jaxscaler.rewrite.early import early
 
 LOOPS = ("scan", "while")
@@ -53,10 +53,16 @@ class Traced:
     roles: tuple[tuple[str, str], ...] = ()  # (glob of input paths, role), as the user says
     losses: tuple[Any, ...] = ()  # forward jaxprs of marked losses (grad.py)
     changes: tuple[Change, ...] = ()  # what was changed in them before they were differentiated
+    under_way: float = 1.0  # of a stage: micro-batches that wait for their backward pass at once
     retrace: Callable | None = field(default=None, compare=False, repr=False)
 
     def changed(self, changes: Sequence[Change]) -> Traced:
-        """The same step traced again, its marked losses changed so."""
+        """The same step traced again, its marked losses changed so; it keeps its `Exchange`s."""
+        first = [change for change in self.changes if isinstance(change, Exchange)]
+        return self.rewritten((*first, *(c for c in changes if not isinstance(c, Exchange))))
+
+    def rewritten(self, changes: Sequence[Change]) -> Traced:
+        """The step as it was written traced again, with these changes alone."""
         assert self.retrace is not None
         changed = self.retrace(tuple(changes))
         return replace(changed, roles=self.roles, retrace=self.retrace)
@@ -136,6 +142,7 @@ def trace(step: Callable, *args, static_argnums=None, static_argnames=None, **kw
             ) from error
 
         again = any(isinstance(change, Recompute) for change in changes)
+        again &= not any(isinstance(change, Stages) for change in changes)  # programs of their own
         jaxpr = _compat.without_dead_code(traced.jaxpr)
         jaxpr = early(jaxpr) if again else jaxpr
         _refuse_refs(jaxpr, in_paths)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,7 @@ class Session:
     lower: float = 0.0
     # the plan of the step as it was written, with these lines more: for those that change the step
     again: Callable[[Sequence[Statement]], Plan] | None = None
+    brief: bool = False  # where nothing fits, do not look for what memory would do
 
     def bind(self, program: Sequence[Statement]) -> Constraints:
         return Constraints(program, self.model.graph, self.model.folded, self.model.space)
@@ -87,7 +88,7 @@ class Session:
                 )
             found = search_meshes(
                 self.model, self.cluster, variants, self.limit, self.time_limit, self.seed,
-                clock or Clock(), say or (lambda phase, detail: None), self.best,
+                clock or Clock(), say or (lambda phase, detail: None), self.best, self.brief,
             )  # fmt: skip
         except (ConstraintError, InfeasibleError) as error:
             text = explain.clash(self, bound) if self.program and explained else ""
@@ -151,3 +152,27 @@ def _paths(priced: Priced, i: int) -> list[str]:
         for v in model.graph.inputs
         if (spot := model.space.rest.get(int(model.folded.value_class[v]))) and spot[0] == i
     ]
+
+
+@dataclass(frozen=True)
+class LaterSession:
+    """The session of a plan that was not searched now: searches for it when it is asked."""
+
+    search: Callable[[], Any]
+
+    @cached_property
+    def session(self) -> Session:
+        return self.search().plan.session
+
+    @property
+    def best(self) -> Best | None:
+        return self.session.best
+
+    def why(self, plan: Plan, pattern: str) -> str:
+        return self.session.why(plan, pattern)
+
+    def what_if(self, plan: Plan, change: Any) -> Any:
+        return self.session.what_if(plan, change)
+
+    def shadow_prices(self, plan: Plan) -> Any:
+        return self.session.shadow_prices(plan)

@@ -44,12 +44,12 @@ def over(cluster, size, at=-1):
 @pytest.fixture(scope="module")
 def measured():
     """Four simulated devices, measured; blocks are short, nothing is asserted of the times."""
-    before = calibrate.BLOCK, calibrate.BLOCKS, calibrate.CHAIN
-    calibrate.BLOCK, calibrate.BLOCKS, calibrate.CHAIN = 1e-4, 3, 2
+    before = calibrate.BLOCK, calibrate.BLOCKS, calibrate.CHAIN, calibrate.DISPATCHES
+    calibrate.BLOCK, calibrate.BLOCKS, calibrate.CHAIN, calibrate.DISPATCHES = 1e-4, 3, 2, 3
     try:
         return calibrate.calibrate(devices=jax.devices()[:4], sizes=SIZES)
     finally:
-        calibrate.BLOCK, calibrate.BLOCKS, calibrate.CHAIN = before
+        calibrate.BLOCK, calibrate.BLOCKS, calibrate.CHAIN, calibrate.DISPATCHES = before
 
 
 class TestMeasuring:
@@ -64,6 +64,8 @@ class TestMeasuring:
         ((level, kinds),) = measured.links
         assert level == "device" and {kind for kind, _ in kinds} == set(COLLECTIVES) == set(KINDS)
         assert (measured.device_kind, measured.devices, measured.processes) == ("cpu", 4, 1)
+        assert measured.host is not None and measured.host.calls(4, 10) > 0
+        assert measured.applied(Cluster.parse("cpu:4")).device.host == measured.host
 
     def test_prices_rise_with_size(self, measured):
         cluster = measured.applied(Cluster.parse("cpu:4"))

@@ -165,6 +165,28 @@ def test_a_rule_of_its_own_stays():
     same(pull(plain(closed), [x]), pull(chunked(closed, whole(closed, i, 0, 0, 4, 2)), [x]))
 
 
+def test_a_pull_back_of_its_own_stays():
+    @jax.custom_vjp
+    def weighted(x, n, w):
+        return (x * n) @ w
+
+    def keep(x, n, w):
+        return weighted(x, n, w), (x, n, w)
+
+    def back(kept, ct):
+        x, n, w = kept
+        return 7 * n * (ct @ w.T), None, 5 * x.T @ ct  # wrong on purpose
+
+    weighted.defvjp(keep, back)
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal((8, 6)), rng.standard_normal((6, 4))
+    closed = of_function(lambda x, w: weighted(jnp.sin(x), jnp.arange(8)[:, None], w), x, w)
+    i = next(i for i, e in enumerate(closed.jaxpr.eqns) if e.primitive.name == "custom_vjp_call")
+    for dim, parts in ((0, 4), (1, 3)):  # samples; a factor that it sums over
+        rewritten = chunked(closed, whole(closed, i, 0, dim, parts))
+        same(pull(plain(closed), [x, w]), pull(rewritten, [x, w]))
+
+
 @pytest.mark.parametrize(("parts", "lanes", "rest"), [(2, 1, 1), (2, 4, 3), (4, 2, 1)])
 def test_parts_are_interleaved(parts, lanes, rest):
     x = jnp.arange(2 * 16 * rest * 3).reshape(2, 16 * rest, 3)

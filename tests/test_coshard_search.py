@@ -3,6 +3,8 @@
 One device: layouts do not matter, so what fits is known by hand. Nothing is run.
 """
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -162,3 +164,31 @@ def test_a_scan_is_made_again_only_as_far_as_it_must_be():
     assert plan.predicted.peak_bytes <= 31.0 * GB
     product = 2 * LONG * NARROW * WIDE / (15.7e12 * DEVICE.device.achievable)
     assert whole.predicted.seconds - plan.predicted.seconds > 0.5 * product  # of a layer at least
+
+
+# -- attention -------------------------------------------------------------------------------------
+
+TEXT, FEATURES = 16384, 64  # scores: 1.07 GB
+
+
+def attentions(params, batch):
+    """One text, one head, twice; a roll after each, which only whole texts can take."""
+    x = batch["x"]
+    for wq, wk, wv, wo in params:
+        q, k, v = x @ wq, x @ wk, x @ wv
+        x = x + jnp.roll(jax.nn.softmax(q @ k.T) @ v @ wo, 3, axis=0)
+    return (x * x).mean()
+
+
+def test_attention_by_its_queries_alone():
+    """Two of different widths, so that either alone leaves a peak; no other factor divides them."""
+    layers = [(*[floats(FEATURES, n)] * 3, floats(n, FEATURES)) for n in (FEATURES, FEATURES // 2)]
+    text = {"x": floats(TEXT, FEATURES)}
+    with pytest.raises(InfeasibleError):
+        planned(attentions, layers, text, 2.0, loops=False)
+    plan = planned(attentions, layers, text, 2.0)
+    loops = of_kind(plan, CoShard)
+    assert len(loops) == 2 and plan.predicted.peak_bytes <= 2.0 * GB
+    (tried,) = [note for note in plan.notes if note.startswith("loops over parts that were tried")]
+    true, guess = map(float, re.findall(r"([\d.]+) s\b", tried)[-2:])
+    assert abs(true - guess) <= 0.1 * true

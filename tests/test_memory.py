@@ -52,7 +52,8 @@ def softmaxes_of(graph):
 @functools.cache
 def planned(name, recipe="zero", cluster="h100:8", **options):
     work = {"gpt": gpt, "llama": llama}[name].workload(**{**SMALL, **options})
-    lines = {"zero": recipes.zero, "data": recipes.data_parallel}[recipe]()
+    known = {"zero": recipes.zero, "data": recipes.data_parallel, "tensor": recipes.tensor_parallel}
+    lines = known[recipe]()
     return plan_step(trace(work.step, work.state, work.batch), js.Cluster.parse(cluster),
                      constraints=lines, time_limit=10)  # fmt: skip
 
@@ -292,6 +293,7 @@ DEEP = {
     "gpt 24, data, remat": ("gpt", "data", dict(layers=24, remat=True)),
     "llama 12, data": ("llama", "data", dict(layers=12, **LLAMA)),
     "llama 24, zero, remat": ("llama", "zero", dict(layers=24, remat=True, **LLAMA)),
+    "llama 24, tensor, remat": ("llama", "tensor", dict(layers=24, remat=True, **LLAMA)),
 }
 
 

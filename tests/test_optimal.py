@@ -1,7 +1,7 @@
 """The free search finds the best of the whole language: brute force over small steps.
 
-Layouts of every node, meshes, numbers in holes, what is made again, kept or on the host; each
-priced by the same cost.
+Layouts of every node, meshes, numbers in holes, what is made again, kept or on the host, loops over
+parts; each priced by the same cost.
 """
 
 import itertools
@@ -20,6 +20,7 @@ import jaxscaler as js
 from jaxscaler import (
     ALL,
     ANY,
+    SAME_DEVICE,
     Replicate,
     Split,
     forbid,
@@ -29,12 +30,16 @@ from jaxscaler import (
     op_trans,
     ops,
     recipes,
+    region,
     values,
 )
 from jaxscaler.cluster.cluster import Cluster
 from jaxscaler.cluster.mesh import candidate_meshes
+from jaxscaler.graph.build import build
+from jaxscaler.graph.fold import fold
+from jaxscaler.loops.options import Pick, clash, options
 from jaxscaler.planner import plan_step
-from jaxscaler.rewrite.changes import Recompute
+from jaxscaler.rewrite.changes import Accumulate, Recompute
 from jaxscaler.solve import INFINITY, solve
 from jaxscaler.space.constraints import Constraints
 from jaxscaler.space.price import price
@@ -211,3 +216,97 @@ def test_nothing_made_again_or_moved_is_cheaper(name):
         assert found == pytest.approx(best, rel=0.02)
         met += found < np.inf
     assert met
+
+
+# -- with loops over parts -----------------------------------------------------------------------
+
+ROWS, WIDTH, WORDS = 2048, 64, 16384  # logits: 134 MB; the head's weights: 4 MB
+PARTS = (2, 16)
+
+
+def entropy(params, batch):
+    """Cross entropy over a vocabulary that is large."""
+    logits = jnp.tanh(batch["x"] @ params["up"]) @ params["head"]
+    right = jnp.take_along_axis(logits, batch["y"][..., None], axis=-1)[..., 0]
+    return (jax.nn.logsumexp(logits, axis=-1) - right).mean()
+
+
+def layered(params, batch):
+    """Two layers that are wide inside."""
+    x = batch["x"]
+    for up, down in params:
+        x = x + jnp.tanh(x @ up) @ down
+    return (x * x).mean()
+
+
+def floats(*shape):
+    return jax.ShapeDtypeStruct(shape, "float32")
+
+
+def words(*shape):
+    return {"x": floats(*shape, WIDTH), "y": jax.ShapeDtypeStruct(shape, "int32")}
+
+
+HEAD = {"up": floats(WIDTH, WIDTH), "head": floats(WIDTH, WORDS)}
+STACK = [(floats(WIDTH, 4096), floats(4096, WIDTH))] * 2  # 134 MB inside of 8192 tokens
+NO_SUMS = forbid(op_trans(ops(primitive="dot_general"), Split("contraction")))
+NO_CO_SHARD = forbid(op_assign(region(phase="forward"), SAME_DEVICE))
+NO_ACCUMULATION = forbid(op_assign(ops(phase=("forward", "backward")), SAME_DEVICE))
+LOOPS = {  # loss, parameters, batch, cluster, megabytes, program
+    "one text": (entropy, HEAD, words(1, ROWS), "v100-32:1", 160, ()),
+    "texts": (entropy, HEAD, words(ROWS), "v100-32:1", 160, ()),
+    "texts, co-shards alone": (entropy, HEAD, words(ROWS), "v100-32:1", 160, (NO_ACCUMULATION,)),
+    "texts, sums alone": (entropy, HEAD, words(ROWS), "v100-32:1", 160, (NO_CO_SHARD,)),
+    "texts on two": (entropy, HEAD, words(ROWS), "v100-32:2", 100, (NO_SUMS,)),
+    "layers": (layered, STACK, {"x": floats(1, 8192, WIDTH)}, "v100-32:1", 200, ()),
+}  # fmt: skip
+
+
+def sets_of_loops(traced):
+    """Every set of loops that may stand in one step, in each number of parts."""
+    graph = build(traced)
+    segments = dict.fromkeys(s for some in segmentations(graph, fold(graph)) for s in some)
+    offers = list(options(traced, graph, tuple(segments), []))
+    for some in itertools.product((1, *PARTS), repeat=len(offers)):
+        picks = [Pick(o, n) for o, n in zip(offers, some) if n > 1]
+        pairs = itertools.combinations([p.option for p in picks], 2)
+        if not any(clash(*pair) for pair in pairs) and all(
+            p.option.size % p.parts == 0 for p in picks
+        ):
+            yield picks
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_no_loops_over_parts_are_cheaper(name, monkeypatch):
+    """Every set of loops, in two or sixteen parts, each with what else is made again searched."""
+    monkeypatch.setattr("jaxscaler.loops.options.PARTS", PARTS)
+    loss, params, batch, where, megabytes, program = LOOPS[name]
+    cluster = Cluster.parse(where)
+
+    def step(params, batch):
+        value, grads = js.value_and_grad(loss)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    traced = trace(step, params, batch)
+    asked = dict(memory=megabytes * 1e6 / cluster.device.hbm_bytes, time_limit=5, explained=False)
+    rest = [line for line in program if line is NO_SUMS]
+    seconds = {}
+    for picks in sets_of_loops(traced):
+        for lanes in {1, cluster.num_devices}:
+            if any(p.option.size % (p.parts * lanes) for p in picks) or (lanes > 1 and not picks):
+                continue
+            changes = [c for p in picks for c in p.changes(lanes)]
+            kinds = {isinstance(c, Accumulate) for c in changes}
+            if (NO_CO_SHARD in program and False in kinds) or (
+                NO_ACCUMULATION in program and True in kinds
+            ):
+                continue
+            try:
+                plan = plan_step(traced, cluster, loops=changes, constraints=rest, **asked).plan
+            except (js.InfeasibleError, js.RewriteError):  # or loops that do not go together
+                continue
+            seconds[tuple(map(str, picks)), lanes] = plan.predicted.seconds
+    found = plan_step(traced, cluster, loops=True, constraints=program, **asked).plan
+    assert len(seconds) > 1 and ((), 1) not in seconds  # nothing fits without
+    least = min(seconds.values())
+    assert found.predicted.seconds == pytest.approx(least, rel=0.006), (found.changes, seconds)

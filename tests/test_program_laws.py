@@ -335,7 +335,7 @@ class TestSubjects:
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (op_trans(ops(), js.Cast("int8")), "values keep their dtype"),
+        (op_trans(ops(), js.Cast("int8")), "ops keep their dtype"),
         (op_trans(ops(), js.Kernel("flash")), "ops keep their implementation"),
         (op_assign(values(), js.NOWHERE), "values are kept until"),
         (op_assign(values(), js.HOST), "in the memory of the device"),

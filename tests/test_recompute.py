@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +39,7 @@ from jaxscaler.space.recompute import changes_of
 from jaxscaler.space.segments import segmentations
 from jaxscaler.trace import trace
 from jaxscaler.why import Session
-from models import gpt, llama, workload
+from models import gpt, llama, moe, resnet, swin, t5, unet, vit, workload
 
 CLUSTER = Cluster.parse("h100:8")
 
@@ -280,6 +281,60 @@ def test_price_of_the_changed_step_is_what_was_searched(name):
     _, again, priced_again = cheapest(model_of(traced.changed(changes)), mesh, limit)
     assert priced_again == pytest.approx(cost, rel=0.02)
     assert again.peak_usage <= solution.peak_usage * 1.02
+
+
+SMALL = {
+    "resnet": lambda: resnet.workload(batch=64),
+    "vit": lambda: vit.workload(batch=64, layers=3),
+    "gpt": lambda: gpt.workload(batch=64, layers=4),
+    "llama-scan": lambda: llama.workload(batch=64, layers=4, scan=True),
+    "swin": lambda: swin.workload(batch=64),
+    "moe": lambda: moe.workload(batch=64, layers=3),
+    "unet": lambda: unet.workload(batch=64),
+    "t5": lambda: t5.workload(batch=64),
+}
+QUICK = ("resnet", "llama-scan")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in SMALL]
+)
+def test_price_of_the_changed_step_is_what_was_searched_where_kernels_are_small(name, monkeypatch):
+    """On one device, so that the start of kernels is what takes time; by every segmentation."""
+    tools = vars(jax) | {"value_and_grad": js.value_and_grad}
+    monkeypatch.setattr(workload, "jax", SimpleNamespace(**tools))
+    w = SMALL[name]()
+    traced = trace(w.step, w.state, w.batch)
+    plain = model_of(traced)
+    mesh = candidate_meshes(Cluster.parse("h100:1"))[0]
+    met = 0
+    for segments in segmentations(plain.graph, plain.folded):
+        _, space, what = again_of(traced, segments)
+        _, free, _ = cheapest(space, mesh, None)
+        for share in (0.9, 0.75):
+            limit = int(share * free.peak_usage) + space.fixed_bytes
+            priced, solution, cost = cheapest(space, mesh, limit)
+            if cost is None:
+                continue
+            changes = changes_of(what, priced, solution.choice)
+            met += bool(changes)
+            _, _, again = cheapest(model_of(traced.changed(changes)), mesh, None)
+            assert again == pytest.approx(cost, rel=0.02)
+    assert met
+
+
+def test_what_clusters_take_does_not_depend_on_folding():
+    """Merged layers, as layers apart: on one device a step costs the same to the last kernel."""
+    w = SMALL["swin"]()
+    graph = build(trace(w.step, w.state, w.batch))
+    mesh = candidate_meshes(Cluster.parse("h100:1"))[0]
+    costs = []
+    for merge in (True, False):
+        folded = fold(graph, merge)
+        space = build_space(graph, folded, factor_labels(graph, folded))
+        lives = live_buffers(graph, folded, rules_for(CLUSTER.device.vendor))
+        costs.append(cheapest(model(graph, folded, space, lives), mesh, None)[2])
+    assert costs[0] == pytest.approx(costs[1], rel=1e-6)
 
 
 def test_a_recomputed_step_computes_the_same():

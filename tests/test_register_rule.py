@@ -278,6 +278,28 @@ def test_a_kernel_has_no_derivative_of_its_own():
         jax.grad(lambda x: scale_rows(x, jnp.ones(4)).sum())(jnp.ones((4, 4)))
 
 
+def test_a_batched_kernel_has_a_factor_more():
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal((8, 4, 3)), rng.standard_normal((5, 4))
+
+    def twice(x, w):  # [rows, lane, d] and [other lane, d]
+        return jax.vmap(jax.vmap(scale_rows, (1, None), 1), (None, 0))(x, w)
+
+    x, w = jnp.asarray(x.transpose(0, 2, 1)), jnp.asarray(w)
+    plain = jax.vmap(jax.vmap(_scale_rows, (1, None), 1), (None, 0))(x, w)
+    np.testing.assert_allclose(jax.jit(twice)(x, w), plain, rtol=1e-6)
+    graph = build(trace(lambda x, w: (twice(x, w).sum(), twice(x, w).max()), x, w))
+    assert (
+        len({op.kind for op in graph.ops} & {graph.kinds.index(k) for k in kernels_of(graph)}) == 1
+    )
+    kernel = kernels_of(graph)[0]
+    assert (kernel.flops, kernel.nbytes) == (15 * 3 * 8 * 4, 15 * 8 * 8 * 4)
+    kinds = [[kernel.rule.factors[f[0]].kind for f in dims] for dims in kernel.rule.results]
+    assert kinds == [["pass", "pass", "pass", "frozen"]]
+    with pytest.raises(js.ConstraintError, match="leading dims open"):
+        jax.vmap(js.register_rule(_scale_rows, "... n d, ... d -> ... n d"), (0, None))(x, w)
+
+
 def test_a_primitive_by_name(monkeypatch):
     monkeypatch.setattr(registry, "_named", {})
     shift = jex.Primitive("shift_rows")

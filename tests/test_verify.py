@@ -56,6 +56,14 @@ def test_a_folded_step_has_the_collectives_of_the_whole(recipe):
     assert small < 0.75 * large
 
 
+def test_a_plan_for_one_device_is_audited_and_verified():
+    plan = js.plan(MLP.step, MLP.state, MLP.batch, cluster="cpu:1")
+    found = plan.audit()
+    assert plan.axes == () and found.agreement == 1.0 and not found.collectives
+    verified = plan.verify("present")
+    assert verified.compiled.status == worker.COMPILED and verified.compiled.memory.argument > 0
+
+
 def test_what_is_not_in_the_plan_is_named(plan):
     found = plan.audit().collectives
     extra = Collective("all_to_all", ("device",), 4096, "float32", 3, "jit(step)/here", "a.py:1")

@@ -64,12 +64,14 @@ def parse_sharding_rule(text: str, **options: Any) -> Any:
     return rules.str_to_sdy_sharding_rule(text, **options)
 
 
-def new_kernel_primitive(name: str, run: Any) -> Any:
+def new_kernel_primitive(name: str, run: Any, batched: Any) -> Any:
     """A primitive of arrays whose equations say `kernel=`; `run(kernel, *arrays)` is what it does.
 
-    `run` returns a tuple of arrays. It has no derivative and no batching rule: jax says so by name.
+    `run` returns a tuple of arrays. `batched(kernel, mapped)`: the kernel under `vmap`, whose
+    operands have a leading dim where `mapped` says, and all results. It has no derivative: jax says
+    so by name.
     """
-    from jax.interpreters import mlir  # lowering rules have no other public home
+    from jax.interpreters import batching, mlir  # rules have no other public home
 
     primitive = jex.Primitive(name)
     primitive.multiple_results = True
@@ -84,6 +86,13 @@ def new_kernel_primitive(name: str, run: Any) -> Any:
         made = jax.eval_shape(functools.partial(run, kernel), *args)
         return [jax.core.ShapedArray(a.shape, a.dtype) for a in made]
 
+    def batch(args, dims, *, kernel):
+        mapped = tuple(d is not None for d in dims)
+        front = [x if d is None else jax.numpy.moveaxis(x, d, 0) for x, d in zip(args, dims)]
+        made = primitive.bind(*front, kernel=batched(kernel, mapped))
+        return made, [0] * len(made)
+
+    batching.primitive_batchers[primitive] = batch
     lower = mlir.lower_fun(lambda *args, kernel: run(kernel, *args), multiple_results=True)
     mlir.register_lowering(primitive, lower)
     return primitive

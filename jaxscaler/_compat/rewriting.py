@@ -93,6 +93,47 @@ def custom_jvp_rule(eqn, zeros: tuple[bool, ...]):
     return jex.ClosedJaxpr(jaxpr, tuple(consts)), tuple(out_zeros)
 
 
+def custom_vjp_rule(eqn) -> tuple:
+    """(forward, backward, number of results) of the rule of a `custom_vjp_call`, closed jaxprs.
+
+    forward: operands -> results, then what backward needs. backward: that, then cotangents of the
+    results that are floats -> cotangents of the operands that are.
+    """
+    spec = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    floats = [i for i, x in enumerate(spec) if is_float(x)]
+    pulls: list = []
+
+    def forward(*args):
+        def moved(*moving):
+            filled = list(args)
+            for i, x in zip(floats, moving):
+                filled[i] = x
+            made = eqn.primitive.bind(*filled, **eqn.primitive.get_bind_params(eqn.params))
+            return [x for x in made if is_float(x)], made
+
+        _, pull, made = jax.vjp(moved, *[args[i] for i in floats], has_aux=True)
+        kept, tree = jax.tree.flatten(pull)
+        pulls[:] = [tree]
+        return *made, *kept
+
+    ahead = jax.make_jaxpr(forward)(*spec)
+    results = len(eqn.outvars)
+    kept = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in ahead.out_avals[results:]]
+    cts = [x for x in ahead.out_avals[:results] if is_float(x)]
+
+    def backward(*given):
+        pull = jax.tree.unflatten(pulls[0], given[: len(kept)])
+        return pull(list(given[len(kept) :]))
+
+    back = jax.make_jaxpr(backward)(*kept, *[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cts])
+    return ahead, back, results
+
+
+def is_float(x) -> bool:
+    """Whether a value, or its type, can be differentiated."""
+    return jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)
+
+
 # --- dead code --------------------------------------------------------------------------------
 
 

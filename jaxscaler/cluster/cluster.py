@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxscaler.cluster.curves import Curve
 from jaxscaler.cluster.devices import Device, Fabric, find_device, known_kinds
+from jaxscaler.cluster.host import Host
 from jaxscaler.cluster.links import Link
 from jaxscaler.errors import ClusterError
 
@@ -70,6 +71,9 @@ class Cluster:
         devices: rates and links are taken from there.
         Raises ClusterError with what is wrong, where, and what may stand there.
         """
+        if "+" in text:
+            rule = "devices of several kinds are for a pipeline (micro_batches=), a kind per stage"
+            raise _error(text, text.index("+"), rule)
         match = re.fullmatch(r"\s*([^:\s]*)\s*(:?)\s*(.*?)\s*", text, re.DOTALL)
         assert match, "every part may be empty"
         name, colon, numbers = match.groups()
@@ -139,8 +143,8 @@ class Cluster:
         link = { kind = "switch", bandwidth = 25e9, max_efficiency = 0.8, half_bytes = 4e6 }
         ```
 
-        Without `base` every field of `Device` but `devices_per_node`, `vendor` and `curves` must be
-        there.
+        Without `base` every field of `Device` but `devices_per_node`, `vendor`, `curves` and `host`
+        must be there.
         A level without `link` takes the link that the base device has there. Links have the fields
         of `Link`. Raises ClusterError naming the file and the field.
         """
@@ -154,8 +158,9 @@ class Cluster:
         data = asdict(self)
         data["device"]["peak_flops"] = dict(self.device.peak_flops)
         data["device"]["curves"] = list(data["device"]["curves"])
-        if not self.device.curves:
-            del data["device"]["curves"]
+        for field in ("curves", "host"):
+            if not data["device"][field]:
+                del data["device"][field]
         data["levels"] = [{**level, "link": link_data(level["link"])} for level in data["levels"]]
         return data
 
@@ -170,7 +175,7 @@ class Cluster:
             defaults = _default_links(fabric)
             known = {f.name: getattr(base, f.name) for f in fields(Device)}
         else:
-            known = {"vendor": "", "devices_per_node": None, "curves": ()}
+            known = {"vendor": "", "devices_per_node": None, "curves": (), "host": None}
         if "peak_flops" in raw:
             rates = _table("device.peak_flops", raw["peak_flops"])
             raw["peak_flops"] = tuple(
@@ -180,6 +185,8 @@ class Cluster:
             raw["curves"] = tuple(
                 curve_from(f"device.curves[{i}]", curve) for i, curve in enumerate(raw["curves"])
             )
+        if "host" in raw:
+            raw["host"] = host_from("device.host", raw["host"])
         device = _make("device", Device, known | raw)
         if not isinstance(data["levels"], Sequence) or isinstance(data["levels"], str):
             raise ClusterError("`levels` must be a list of tables, outermost first")
@@ -330,6 +337,11 @@ def curve_from(where: str, value: Any) -> Curve:
     for key in ("sizes", "rates"):
         data[key] = tuple(_number(f"{where}.{key}", x) for x in data.get(key, ()))
     return _make(where, Curve, data)
+
+
+def host_from(where: str, value: Any) -> Host:
+    """What a host takes to dispatch, from plain data."""
+    return _make(where, Host, _table(where, value))
 
 
 def _table(where: str, value: Any) -> Mapping[str, Any]:

@@ -9,6 +9,7 @@ from functools import cache
 from importlib import resources
 
 from jaxscaler.cluster.curves import Curve
+from jaxscaler.cluster.host import Host
 from jaxscaler.cluster.links import Link, known_link
 from jaxscaler.errors import ClusterError
 
@@ -47,6 +48,7 @@ class Device:
     a program can use. `hbm_bandwidth`, `host_bandwidth`: bytes/s, the latter one way between the
     device and its host. `devices_per_node`: JAX devices that share a host (on an NVL72, a switch);
     None: as many as asked for. `curves`: how fast kernels were measured to run, where they were.
+    `host`: what its host takes to dispatch, where that was measured.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Device:
     host_bandwidth: float
     devices_per_node: int | None = None
     curves: tuple[Curve, ...] = ()
+    host: Host | None = None
 
     def __post_init__(self) -> None:
         for field in ("hbm_bytes", "hbm_bandwidth", "host_bandwidth"):

@@ -9,10 +9,11 @@ from math import prod
 
 from jaxscaler.cluster.cluster import Cluster, Level
 from jaxscaler.cluster.links import Link
+from jaxscaler.cluster.mixed import Mixed
 from jaxscaler.errors import ClusterError
 
 
-def sub_clusters(cluster: Cluster, sizes: Sequence[int]) -> tuple[Cluster, ...]:
+def sub_clusters(cluster: Cluster | Mixed, sizes: Sequence[int]) -> tuple[Cluster, ...]:
     """Parts of so many devices, one after another in the order of device ids.
 
     Each must be a box: some groups of one level, whole inside, and within one group of the level
@@ -24,10 +25,19 @@ def sub_clusters(cluster: Cluster, sizes: Sequence[int]) -> tuple[Cluster, ...]:
             f"stages of {list(sizes)} devices: each needs one at least, and {cluster.name} has "
             f"{cluster.num_devices}"
         )
-    return tuple(_box(cluster, end - n, n) for n, end in zip(sizes, ends))
+    return tuple(part_at(cluster, end - n, n) for n, end in zip(sizes, ends))
 
 
-def _box(cluster: Cluster, first: int, size: int) -> Cluster:
+def part_at(cluster: Cluster | Mixed, first: int, size: int) -> Cluster:
+    """The part of `size` devices from number `first` on. Raises ClusterError if it is none."""
+    if isinstance(cluster, Mixed):
+        begin, kind = cluster.first_of(first)
+        if first - begin + size > kind.num_devices:
+            raise ClusterError(
+                f"devices {first} to {first + size - 1} of {cluster.name} are of several kinds: a "
+                "stage takes devices of one kind; change the sizes or their order"
+            )
+        return part_at(kind, first - begin, size)
     levels = cluster.levels
     for j in range(len(levels)):
         inner = prod(level.size for level in levels[j + 1 :])
@@ -49,8 +59,11 @@ def _box(cluster: Cluster, first: int, size: int) -> Cluster:
     )
 
 
-def link_between(cluster: Cluster, first: int, second: int) -> Link:
+def link_between(cluster: Cluster | Mixed, first: int, second: int) -> Link:
     """The link of the outermost level that tells two devices (ids) apart."""
+    if isinstance(cluster, Mixed):
+        (begin, kind), (other, _) = cluster.first_of(first), cluster.first_of(second)
+        return cluster.link if begin != other else link_between(kind, first - begin, second - begin)
     for j, level in enumerate(cluster.levels):
         inner = prod(inside.size for inside in cluster.levels[j + 1 :])
         if first // inner != second // inner:

@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jaxscaler.cluster.cluster import Cluster, curve_from, link_data, link_from
+from jaxscaler.cluster.cluster import Cluster, curve_from, host_from, link_data, link_from
 from jaxscaler.cluster.curves import Curve
 from jaxscaler.cluster.devices import known_kinds
+from jaxscaler.cluster.host import Host
 from jaxscaler.cluster.links import Link
 from jaxscaler.errors import ClusterError
 
@@ -37,7 +38,8 @@ class Profile:
     """Curves of kernels, and per level the link as each kind of collective finds it.
 
     `device_kind`: JAX's name of the devices. `cluster`: those that were measured. `moved`: the
-    points that the links were fitted to. `file`: where it was read from.
+    points that the links were fitted to. `host`: what dispatching takes. `file`: where it was read
+    from.
     """
 
     device_kind: str
@@ -50,6 +52,7 @@ class Profile:
     versions: tuple[tuple[str, str], ...]
     command: str
     file: str = ""
+    host: Host | None = None  # of a profile of several devices
 
     @property
     def device(self) -> str:
@@ -83,7 +86,7 @@ class Profile:
             else level
             for level in cluster.levels
         )
-        device = replace(cluster.device, curves=self.curves)
+        device = replace(cluster.device, curves=self.curves, host=self.host)
         return replace(cluster, device=device, levels=levels)
 
     def to_dict(self) -> dict[str, Any]:
@@ -95,6 +98,7 @@ class Profile:
             "links": {level: {kind: link_data(asdict(link)) for kind, link in kinds}
                       for level, kinds in self.links},
             "moved": [asdict(point) for point in self.moved],
+            "host": asdict(self.host) if self.host else None,
         }  # fmt: skip
 
     @staticmethod
@@ -124,6 +128,7 @@ class Profile:
                 versions=tuple(data["versions"].items()),
                 command=data["command"],
                 file=file,
+                host=host_from("host", data["host"]) if data.get("host") else None,
             )  # fmt: skip
         except (KeyError, TypeError, AttributeError) as error:
             raise ClusterError(f"{where}: it is no profile of `calibrate`: {error!r}") from None

@@ -70,7 +70,7 @@ class Rules(NamedTuple):
 # tile: arguments are laid out in (8, 128) tiles of the two dims that lose least; temporaries too,
 #   with little loss.
 # recomputed: buffers of many sizes come and go there. Chosen looking at H100 cells, not measured
-#   for itself: GPT under ZeRO-3, the lowest, stands at -10.6 % without it and at -9.0 % with it.
+#   for itself: GPT under ZeRO-3, lowest of them, stood at -10.6 % without it, at -9.0 % with it.
 COSTLY = frozenset({"exp", "exp2", "div", "logistic"})
 RULES = {
     "NVIDIA": Rules(
@@ -126,6 +126,9 @@ def live_buffers(graph: OpGraph, folded: Folded, rules: Rules = RULES["NVIDIA"])
     program order: what a compiler runs later depends on the plan (`buffers` of its device graph).
     """
     values, share, lo, hi = buffers(graph, rules._replace(late=None))
+    if graph.under_way > 1:
+        waits = [graph.waits(v, last) for v, last in zip(values.tolist(), hi.tolist())]
+        share = share * np.where(waits, graph.under_way, 1.0)
     if len(values) == 0:
         return Lives(values, lo, hi, np.zeros(1, np.int64), share)
     moments = _maximal(lo, hi)
@@ -258,10 +261,12 @@ class _Ranges:
             for v in op.inputs[:1] if name == CARRY else op.inputs:
                 if v < 0:
                     continue
-                if hands_on or (self.hungry[k] and not self.computes(k, v)):
+                stacked = name == SLICE  # what a loop takes apart is an operand of the whole loop
+                if hands_on or stacked or (self.hungry[k] and not self.computes(k, v)):
                     needed[v] = 1
                 last = at if into in (-1, v) else self.place[self.maker[into]]
-                for loop in self.enclosing[op.id]:
+                # what a carry begins with is read once in its own loop
+                for loop in self.enclosing[op.id][: -1 if name == CARRY else None]:
                     if start[v] < loop.first:  # made outside: alive until the loop ends
                         last = max(last, loop.last)
                         break

@@ -3,9 +3,11 @@
 XLA's latency-hiding scheduler goes through a program from its end, and puts what is on nobody's way
 as late as it can: a weight gradient's product runs after the whole backward pass, or beside one of
 its collectives, the last ones first; its operands live until then. Seen in schedules of H100
-programs (jax 0.10.2): all of them at the end with data parallelism, about one layer late with
-ZeRO-3, all in the last layer with tensor parallelism. None runs behind a barrier that wants its
-result (rewrite/early.py).
+programs (jax 0.10.2): all of them at the end with data parallelism, one to four layers late with
+ZeRO-3. With tensor parallelism each collective, however small, hides one product: 13 or 14 of them
+in a layer of Llama that makes 5 products, so those of 12 layers all run in the last four and a half
+(19 and 4 in GPT: the last three). None runs behind a barrier that wants its result
+(rewrite/early.py).
 """
 
 from __future__ import annotations
@@ -19,18 +21,17 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxscaler.cost.deep import Deep
-from jaxscaler.graph.ir import BACKWARD, SLICE, UPDATE, Loop, Op, OpGraph
+from jaxscaler.graph.ir import BACKWARD, SLICE, UPDATE, Loop, Op, OpGraph, dtype_bytes
 
 # Ops of the graph that one device runs (lower/device.py): a layout change with, without traffic.
 GATHER, REDUCTION, CUT = "all_gather", "reduction", "cut"
-SMALL = 1 << 17  # elements of a collective that hides nothing
+SMALL = 1 << 17  # elements of a gather of state that hides nothing
+MERGED = 64 * 2**20  # bytes that one of two products may read and make if they run as one
 # Where late products run: some beside each collective, the last ones first; or all of them before
 # the next segment that is computed again.
 BESIDE, BEFORE = "beside", "before"
-OF_STATE, OF_OTHERS = 2, 4  # products that run beside a gather of state, beside another collective
-OPEN = (
-    12  # … that run beside the gathers of state behind them; else 24 layers would be 8 layers late
-)
+OF_STATE, OF_OTHERS = 3, 1  # products that run beside a gather of state, beside another collective
+OPEN = 16  # … beside all gathers of state behind them; else those of ZeRO-3 fell back in each layer
 
 
 class Schedule(NamedTuple):
@@ -101,6 +102,7 @@ class _Scheduler:
         convolves = "conv_general_dilated" in self.primitive  # its norms' sums are not late
         last: dict[Loop | None, int] = {}  # where the backward pass, or a loop, ends
         merged, alike, late = False, set[tuple[int, int]](), 0
+        merges = False  # whether the last product runs as one with any other of its operands
         for op, layer, at in self.backwards():
             if op.phase == UPDATE:
                 continue
@@ -123,15 +125,18 @@ class _Scheduler:
                     begins.pop()
                 begins.append((segment, at))
             if name in (GATHER, REDUCTION) and on:
-                room = 0 if merged or self.how == BEFORE else self.room(op, loop)
+                room = 0 if self.how == BEFORE else self.room(op, loop)
+                if room == OF_STATE:
+                    room = 0 if merged else room  # neighbouring gathers of state run as one
+                    merged = True
                 if room:
                     self.free[loop][room].extend([at] * room)
-                    merged = True  # neighbours run as one
             elif self.heavy[op.kind] and not on:
-                operands = {(v, layer) for v in op.inputs}
-                if alike.isdisjoint(operands):  # products of one operand run as one
+                operands, small = {(v, layer) for v in op.inputs}, self.small(op)
+                if alike.isdisjoint(operands) or not (small or merges):
                     found = self.place_for(loop, segment)
                     alike, late = operands, last.get(loop, at) if found is None else found
+                    merges = small
                 self.wait(op.id, at, min(late, due[op.outputs[0]]))
             elif name.startswith("reduce_") and not on and not convolves:
                 self.wait(op.id, at, min(late, due[op.outputs[0]]))
@@ -139,13 +144,18 @@ class _Scheduler:
                     self.kept.add(op.inputs[0])
 
     def room(self, op: Op, loop: Loop | None) -> int:
-        """How many late products a collective hides behind."""
+        """How many late products run beside a collective."""
         outside = loop is None and self.graph.loops  # of the loops
         if outside and self.primitive[op.kind] != GATHER:
             return 0
-        if prod(self.graph.values[op.outputs[0]].shape) <= SMALL:
-            return 0
-        return OF_STATE if self.of_state(op.inputs[0]) else OF_OTHERS
+        if not self.of_state(op.inputs[0]):
+            return OF_OTHERS
+        return OF_STATE if prod(self.graph.values[op.outputs[0]].shape) > SMALL else 0
+
+    def small(self, op: Op) -> bool:
+        """Whether a product runs as one with any other of one of its operands."""
+        values = (self.graph.values[v] for v in (*op.inputs, *op.outputs) if v >= 0)
+        return sum(prod(value.shape) * dtype_bytes(value.dtype) for value in values) <= MERGED
 
     def place_for(self, loop: Loop | None, mine: tuple[int, int]) -> int | None:
         """When the last product runs of those that were not yet placed; None: after all else."""

@@ -41,7 +41,7 @@ def with_adapters(body: Body, job: Job) -> Body:
     parts = []
     for part in body.parts:
         if part.phase == BACKWARD and part.kind == MATMUL:
-            halves = ("seconds", "flops", "nbytes", "runs", "depth")
+            halves = ("seconds", "flops", "nbytes", "runs", "tail")
             part = part._replace(**{name: getattr(part, name) / 2 for name in halves})
         parts.append(part)
     tokens = job.micro * job.seq / p.cp

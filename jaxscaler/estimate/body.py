@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxscaler.cluster.devices import Device
 from jaxscaler.cluster.mesh import Axis, Mesh
+from jaxscaler.cluster.mesh import Part as MeshPart
 from jaxscaler.cost import compute
 from jaxscaler.cost.collective import collective_time
 from jaxscaler.cost.reshard import local_bytes, reshard_collectives
@@ -32,6 +33,7 @@ from jaxscaler.estimate.template import (
     dims_of,
     template_of,
 )
+from jaxscaler.estimate.waves import idle
 from jaxscaler.graph import ir
 from jaxscaler.graph.registry import PRIMITIVE as KERNEL
 from jaxscaler.program import (
@@ -49,9 +51,8 @@ from jaxscaler.program import (
 from jaxscaler.solve import solve
 from jaxscaler.space import strategies as st
 from jaxscaler.space.constraints import Constraints
-from jaxscaler.space.nodes import Node
-from jaxscaler.space.price import Filter, price
-from jaxscaler.space.problem import Model, Priced, tensor_bytes
+from jaxscaler.space.price import price
+from jaxscaler.space.problem import Model, tensor_bytes
 
 COMPUTE = (ir.FORWARD, ir.BACKWARD)
 RECOMPUTE = ("none", "selective", "full")
@@ -76,8 +77,8 @@ class Part(NamedTuple):
     """What of a kind happens in a phase at a place, per micro-batch (and per layer).
 
     seconds: of roofline time without starts, or of collectives. flops, nbytes: on one device; of
-    collectives what is moved. runs: of kernels or collectives. depth: flops per element of what
-    products result in, summed over kernels.
+    collectives what is moved. runs: of kernels or collectives. tail: flops of products for which
+    their last waves stand idle, see `waves.py`.
     """
 
     where: str
@@ -87,7 +88,7 @@ class Part(NamedTuple):
     flops: float
     nbytes: float
     runs: float
-    depth: float = 0.0
+    tail: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ def program(
 @lru_cache(maxsize=1024)
 def plan_of(task: Task, axes: tuple[Axis, ...], sp: bool, device: Device) -> tuple[np.ndarray, ...]:
     """Strategy of each node, as found with one sample per group: it serves any micro-batch."""
-    sized = _sized(task, axes, 1, device)
+    sized = _sized(task, axes, 1, device.vendor)
     paths = tuple(
         value.path
         for value in (sized.graph.values[v] for v in sized.graph.inputs)
@@ -180,45 +181,62 @@ def body_of(task: Task, micro_batch: int, axes: tuple[Axis, ...], sp: bool, devi
 
     `micro_batch`: samples of each group of cp * tp devices.
     """
-    axes = tuple(axis for axis in axes if axis.size > 1)
-    sized = _sized(task, axes, micro_batch, device)
-    keep: Filter | None = None
-    if axes:
-        plan = plan_of(task, axes, sp, device)
-        chosen = {id(node): row for node, row in zip(sized.space.nodes, plan)}
+    return _body(task, micro_batch, tuple(map(_bare, (a for a in axes if a.size > 1))), sp, device)
 
-        def keep(node: Node, rows: np.ndarray, mesh: Mesh) -> np.ndarray:
-            return (rows == chosen[id(node)]).all(axis=1)
 
-    priced = price(sized, Mesh(axes), device, None, keep)
-    choice = np.zeros(len(sized.space.nodes), np.int64)
+def _bare(axis: Axis) -> Axis:
+    """The same of switched levels that have no more devices than the axis: clusters whose nodes
+    differ in size share what is found for it."""
+    parts = (
+        MeshPart(replace(part.level, size=part.size), part.size)
+        if part.level.link.kind in ("switch", "network")
+        else part
+        for part in axis.parts
+    )
+    return Axis(axis.name, tuple(parts))
+
+
+@lru_cache(maxsize=4096)
+def _body(task: Task, micro_batch: int, axes: tuple[Axis, ...], sp: bool, device: Device) -> Body:
+    sized = _sized(task, axes, micro_batch, device.vendor)
+    count = len(sized.space.nodes)
+    plan = plan_of(task, axes, sp, device) if axes else (np.zeros(0, np.int64),) * count
     template = template_of(task, _has_cp(axes), device.vendor)
-    return _Reader(task, template, priced, choice, device).body()
+    rows = tuple(row.reshape(1, -1) for row in plan)
+    return _Reader(task, template, sized, Mesh(axes), rows, device).body()
 
 
 def _has_cp(axes: tuple[Axis, ...]) -> bool:
     return any(axis.name == "cp" for axis in axes)
 
 
-@lru_cache(maxsize=8)
-def _sized(task: Task, axes: tuple[Axis, ...], micro_batch: int, device: Device) -> Model:
+def _sized(task: Task, axes: tuple[Axis, ...], micro_batch: int, vendor: str) -> Model:
     samples = micro_batch * prod(axis.size for axis in axes if axis.name == "ep")
-    return Sized(template_of(task, _has_cp(axes), device.vendor), samples).model()
+    return _with_batch(task, _has_cp(axes), samples, vendor)
+
+
+@lru_cache(maxsize=16)
+def _with_batch(task: Task, cp: bool, samples: int, vendor: str) -> Model:
+    return Sized(template_of(task, cp, vendor), samples, task.vocab).model()
 
 
 @dataclass
 class _Reader:
-    """A priced choice -> parts."""
+    """A plan -> parts."""
 
     task: Task
     template: Template
-    priced: Priced
-    choice: np.ndarray
+    model: Model
+    mesh: Mesh
+    rows: tuple[np.ndarray, ...]  # the strategy of each node, [1, axes]
     device: Device
 
     def __post_init__(self) -> None:
-        self.model, self.mesh = self.priced.model, self.priced.mesh
         self.graph, self.space = self.model.graph, self.model.space
+        fused = ["fusable" in kind.traits for kind in self.graph.kinds]
+        self.read_whole = {  # by kernels, which count it
+            v for o, _, v in self.graph.reads.tolist() if not fused[self.graph.ops[o].kind]
+        }
         self.found: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0.0] * 5)
 
     def add(self, op: ir.Op, in_layer: bool, kind: str, numbers: tuple[float, ...]) -> None:
@@ -228,6 +246,17 @@ class _Reader:
         entry = self.found[self.where(op, in_layer), phase, kind]
         for i, x in enumerate(numbers):
             entry[i] += x
+
+    def reads_in_place(self, op: ir.Op, primitive: str) -> bool:
+        """Whether an op slices weights that elementwise ops alone read, from the stack. (What the
+        backward pass takes from stacks, layers in a row would in part compute again.)"""
+        given = self.graph.makers[op.inputs[0], 0] < 0
+        return primitive == ir.SLICE and given and op.outputs[0] not in self.read_whole
+
+    def layout(self, spot: tuple[int, int]) -> np.ndarray:
+        """Of (node, port)."""
+        node, port = spot
+        return st.layouts(self.space.nodes[node], port, self.rows[node])[0]
 
     def where(self, op: ir.Op, in_layer: bool) -> str:
         if in_layer:
@@ -254,9 +283,9 @@ class _Reader:
         node = self.space.nodes[i]
         o = self.model.folded.representatives[node.members[0]]
         op, kind = self.graph.ops[o], self.graph.kinds[self.graph.ops[o].kind]
-        if kind.primitive in ir.MARKERS:
-            return  # the loop stands for layers in a row, which read and write in place
-        row = self.priced.strategies[i][self.choice[i]].reshape(1, -1)
+        if kind.primitive in ir.MARKERS and not self.reads_in_place(op, kind.primitive):
+            return  # the loop stands for layers in a row, which hand on without copies
+        row = self.rows[i]
         parts = st.parts(node, row, tuple(self.mesh.shape))
         local = {}
         for port, _ in work.tensors:
@@ -279,17 +308,16 @@ class _Reader:
             work.flops * share * work.runs,
             moved * work.runs,
             start,
-            self.depth(op, node, row, work.flops * share) * work.runs if name == MATMUL else 0.0,
+            self.tail(op, node, row, work.flops * share) * work.runs if name == MATMUL else 0.0,
         )
         self.add(op, self.template.in_layer[op.id], name, numbers)
 
-    def depth(self, op: ir.Op, node, row: np.ndarray, flops: float) -> float:
-        """Flops per element of a product's result, on one device."""
+    def tail(self, op: ir.Op, node, row: np.ndarray, flops: float) -> float:
+        """Flops for which the last wave of a product stands idle, on one device."""
         shape = self.graph.values[op.outputs[0]].shape
         layout = st.layouts(node, len(op.inputs), row)
-        return flops / (
-            prod(shape) * float(local_bytes(self.mesh, (1,) * len(shape), 1.0, layout)[0])
-        )
+        share = float(local_bytes(self.mesh, (1,) * len(shape), 1.0, layout)[0])
+        return flops * idle(self.device.name, prod(shape) * share)
 
     def edge(self, edge, in_layer: bool) -> None:
         value = self.graph.values[self.model.samples[edge.value]]
@@ -304,11 +332,11 @@ class _Reader:
         else:
             return
         nbytes = tensor_bytes(value.shape, value.dtype)
-        src = self.priced.layout((edge.src, edge.src_port), self.choice)
+        src = self.layout((edge.src, edge.src_port))
         if edge.dst < 0:
             dst = np.full(len(self.mesh.axes), st.UNUSED)
         else:
-            dst = self.priced.layout((edge.dst, edge.dst_port), self.choice)
+            dst = self.layout((edge.dst, edge.dst_port))
         for kind, axis, moved in reshard_collectives(
             self.mesh, value.shape, nbytes, src.tolist(), dst.tolist()
         ):
@@ -321,7 +349,7 @@ class _Reader:
 
     def eager(self, i: int) -> None:
         node = self.space.nodes[i]
-        row = self.priced.strategies[i][self.choice[i]].reshape(1, -1)
+        row = self.rows[i]
         op = self.graph.ops[self.model.folded.representatives[node.members[0]]]
         for a, _ in st.eager_reductions(node, row):
             for r, v in enumerate(op.outputs):
@@ -344,7 +372,7 @@ class _Reader:
             parts = 1
             spot = self.space.rest.get(int(self.model.folded.value_class[v]))
             if spot is not None:
-                layout = self.priced.layout(spot, self.choice)
+                layout = self.layout(spot)
                 cuts = (n for n, d in zip(mesh.shape, layout) if 0 <= d < len(dims))
                 parts = prod(cuts)
             first = dims[0] is None and value.path.split("/")[-1] != "wpe"
@@ -365,7 +393,7 @@ class _Reader:
             spot = self.space.made.get(int(self.model.folded.value_class[v]))
             share = 1.0
             if spot is not None:
-                layout = self.priced.layout(spot, self.choice).reshape(1, -1)
+                layout = self.layout(spot).reshape(1, -1)
                 share = float(local_bytes(self.mesh, (1,) * len(value.shape), 1.0, layout)[0])
             total += tensor_bytes(value.shape, value.dtype) * share
         return total

@@ -12,16 +12,20 @@ from typing import Any
 from rich.console import Console
 
 from jaxscaler.cluster.cluster import Cluster
+from jaxscaler.cluster.mixed import Mixed
 from jaxscaler.errors import ConfigError, InfeasibleError
 from jaxscaler.estimate import failures
+from jaxscaler.estimate.compression import COMPRESSIONS
 from jaxscaler.estimate.config import FAMILIES, ModelConfig, model_of, named_models
 from jaxscaler.estimate.constants import STACKS
-from jaxscaler.estimate.estimate import MOST, estimate
+from jaxscaler.estimate.estimate import MOST, Estimate, estimate
+from jaxscaler.estimate.fleet import mixed_of
 from jaxscaler.estimate.inference import WEIGHTS, serve
 from jaxscaler.estimate.memory import OPTIMIZERS
 from jaxscaler.estimate.parallel import SCHEDULES, ParallelConfig
-from jaxscaler.estimate.search import ROOM, grower
-from jaxscaler.estimate.show import explained, served_data, show, show_served
+from jaxscaler.estimate.rlhf import METHODS
+from jaxscaler.estimate.search import ROOM, SEARCHED, grower
+from jaxscaler.estimate.show import explained, served_data, show_served
 
 SIZES = ("hidden", "layers", "heads", "kv_heads", "head_size", "ffn", "vocab", "context",
          "experts", "chosen")  # fmt: skip
@@ -61,7 +65,9 @@ def add_command(
         sizes.add_argument(_flag(name), action="store_true")
     where = command.add_argument_group("where")
     where.add_argument("--device", help="such as h100; the number of them is recommended")
-    where.add_argument("--cluster", help="such as h100:8x4, or a file NAME.toml")
+    where.add_argument(
+        "--cluster", help="such as h100:8x4, or a file NAME.toml; of two kinds: h100:8x4+a100:8x4"
+    )
     where.add_argument("--devices", type=int, metavar="N", help="how many")
     where.add_argument("--most", type=int, default=MOST, metavar="N",
                        help="of the scaling curve (default: %(default)s)")  # fmt: skip
@@ -84,6 +90,10 @@ def add_command(
     training.add_argument(
         "--base", choices=WEIGHTS[1:], default="", help="dtype of the frozen model"
     )
+    training.add_argument(
+        "--compress", choices=COMPRESSIONS, default="",
+        help="gradients where they are reduced (int8: with error feedback)",
+    )  # fmt: skip
     way = command.add_argument_group("the way to spread it (default: searched)")
     for name in DEGREES:
         way.add_argument(_flag(name), type=int, metavar="N")
@@ -94,6 +104,10 @@ def add_command(
         help="search a family alone: data, tensor, pipeline, tensor+pipeline, …",
     )
     way.add_argument("--schedule", choices=SCHEDULES)
+    way.add_argument(
+        "--schedules", type=lambda text: tuple(text.split(",")), default=SEARCHED, metavar="NAMES",
+        help=f"of pipelines that are searched (default: {','.join(SEARCHED)})",
+    )  # fmt: skip
     way.add_argument("--micro-batch", type=int, metavar="N")
     way.add_argument("--recompute", choices=("none", "selective", "full"))
     goal = command.add_argument_group("time and money")
@@ -110,6 +124,16 @@ def add_command(
     serving.add_argument("--answer", type=int, default=256, metavar="TOKENS")
     serving.add_argument("--weights", choices=WEIGHTS[1:], default="", help="dtype they lie in")
     serving.add_argument("--kv-cache", choices=WEIGHTS[1:], default="", help="dtype it lies in")
+    rlhf = command.add_argument_group(
+        "reinforcement learning from feedback (--batch answers an iteration, --prompt, --answer)"
+    )
+    rlhf.add_argument("--rlhf", choices=METHODS, metavar="METHOD", help="ppo or grpo")
+    rlhf.add_argument(
+        "--updates", type=int, default=1, metavar="N", help="optimizer steps an epoch"
+    )
+    rlhf.add_argument("--epochs", type=int, default=1, metavar="N", help="over the same answers")
+    rlhf.add_argument("--critic", metavar="MODEL", help="of ppo (default: as the actor)")
+    rlhf.add_argument("--reward", metavar="MODEL", help="default: of ppo as the actor, else a rule")
     out = command.add_argument_group("output")
     out.add_argument("--explain", action="store_true", help="each number's formula and source")
     out.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -133,7 +157,10 @@ def run(
     traceable: Callable[[argparse.Namespace], tuple[Any, tuple]],
 ) -> None:
     """Answer what was asked."""
-    cluster = None if args.cluster is None else cluster_of(args.cluster)
+    cluster: Any = None
+    if args.cluster is not None:
+        two = "+" in args.cluster
+        cluster = mixed_of(args.cluster, cluster_of) if two else cluster_of(args.cluster)
     if args.model is not None and ":" in args.model:
         args.target = args.model
         work, batch = traceable(args)
@@ -152,18 +179,21 @@ def run(
         seq=args.seq, tokens=args.tokens, parallel=_parallel(args), micro_batch=args.micro_batch,
         recompute=args.recompute, deadline_days=args.deadline_days, budget=args.budget,
         price_per_hour=args.price_per_hour, mtbf_hours=args.mtbf_hours,
-        measured_tflops=args.measured_tflops, most=args.most, only=args.only,
+        measured_tflops=args.measured_tflops, most=args.most, only=args.only, rlhf=_rlhf(args),
+        compress=args.compress, schedules=args.schedules,
         optimizer=args.optimizer, master=not args.no_master, dtype=args.dtype,
         stack=args.stack, attention=args.attention,
         lora=args.lora, base=args.base,
     )  # fmt: skip
     if args.plot is not None:
+        if not isinstance(found, Estimate):
+            raise ConfigError("plot: neither fleets nor rlhf are drawn")
         found.plot(args.plot)
     if args.json:
         print(json.dumps(found.to_dict()))
         return
     console = Console()
-    show(found, console)
+    found.show()
     if args.explain:
         console.print(explained(found.explain()))
 
@@ -181,6 +211,19 @@ def _model(args: argparse.Namespace) -> ModelConfig:
     return ModelConfig(name, args.family, gated=args.gated, tied=args.tied, **given)
 
 
+def _rlhf(args: argparse.Namespace) -> dict[str, Any] | None:
+    given = {name: getattr(args, name) for name in ("critic", "reward")}
+    models = {name: model_of(value) for name, value in given.items() if value is not None}
+    if args.rlhf is None:
+        if models or args.updates != 1 or args.epochs != 1:
+            raise ConfigError("critic, reward, updates, epochs: options of --rlhf")
+        return None
+    return {
+        "method": args.rlhf, "prompt": args.prompt, "answer": args.answer,
+        "updates": args.updates, "epochs": args.epochs, **models,
+    }  # fmt: skip
+
+
 def _parallel(args: argparse.Namespace) -> ParallelConfig | None:
     given = {name: getattr(args, name) for name in DEGREES if getattr(args, name) is not None}
     if args.schedule is not None:
@@ -190,8 +233,10 @@ def _parallel(args: argparse.Namespace) -> ParallelConfig | None:
     return ParallelConfig(**given) if given else None
 
 
-def _serve(args: argparse.Namespace, model: ModelConfig, cluster: Cluster | None) -> None:
+def _serve(args: argparse.Namespace, model: ModelConfig, cluster: Any) -> None:
     """On the way that is given, or the fewest devices that hold the model and its cache."""
+    if isinstance(cluster, Mixed) or args.rlhf is not None:
+        raise ConfigError("serve: on one kind of devices, and without rlhf")
     if (args.device is None) == (cluster is None):
         raise ConfigError("give one of device (such as h100) and cluster (such as h100:8x4)")
     options = {

@@ -2,12 +2,10 @@
 
 A row holds for a device (by name, or "*") and a stack. matmul, attention, vector: the share of the
 planner's speed that products, attention, and what streams through memory reach. launch_us: start of
-a kernel. wave: millions of elements of a product's result for which a device works in vain, as its
-last wave of tiles is not full: about half of multiprocessors x tile (NVIDIA, Matrix Multiplication
-Background User's Guide, "wave quantization"). fabric, network: the share of the planner's speed of
-collectives inside a node or slice, and beyond. hidden: the share of data-parallel communication
-that can run beside compute. memory_gb: what the stack takes for itself. An empty field is as the
-planner has it.
+a kernel. wave: the share of what last waves of tiles cost (`waves.py`) that is seen. fabric,
+network: the share of the planner's speed of collectives inside a node or slice, and beyond. hidden:
+the share of data-parallel communication that can run beside compute. memory_gb: what the stack
+takes for itself. An empty field is as the planner has it.
 """
 
 from __future__ import annotations
@@ -24,7 +22,9 @@ from jaxscaler.cost.compute import RAMP
 from jaxscaler.errors import ConfigError, JaxscalerError
 from jaxscaler.space.problem import HIDDEN
 
-STACKS = ("jax", "pytorch", "megatron", "deepspeed")
+STACKS = ("jax", "pytorch", "megatron", "megatron-deepspeed", "deepspeed")
+# Megatron-DeepSpeed runs Megatron's kernels and collectives.
+SHARES = {"megatron-deepspeed": "megatron"}
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,14 @@ def _rows() -> Mapping[tuple[str, str], dict[str, str]]:
 def constants_for(device: Device, stack: str, path: str | Path | None = None) -> Constants:
     """The constants of a device under a stack, from `path` or the table of the package.
 
-    A device without a row has that of "*"; `source` says where they are from, or that there is no
-    row: then they are the planner's own.
+    A device without a row has that of "*", a stack in `SHARES` those of the other one; `source`
+    says where they are from, or that there is no row: then they are the planner's own.
     """
     if stack not in STACKS:
         raise ConfigError(f"stack={stack!r}: one of {', '.join(STACKS)}")
     rows = _rows() if path is None else read_rows(Path(path).read_text().splitlines())
-    row = rows.get((device.name, stack)) or rows.get(("*", stack)) or {}
+    speed = SHARES.get(stack, stack)
+    row = rows.get((device.name, speed)) or rows.get(("*", speed)) or {}
     numbers = {
         f.name: float(row[f.name])
         for f in fields(Constants)

@@ -10,12 +10,16 @@ from typing import Any
 
 from jaxscaler.cluster.cluster import Cluster
 from jaxscaler.cluster.devices import find_device
+from jaxscaler.cluster.mixed import Mixed
 from jaxscaler.errors import ConfigError, InfeasibleError
 from jaxscaler.estimate import failures, flops
+from jaxscaler.estimate.compression import Compared, compared
 from jaxscaler.estimate.config import ModelConfig, model_of
 from jaxscaler.estimate.constants import constants_for
+from jaxscaler.estimate.fleet import fleet, mixed_of
 from jaxscaler.estimate.parallel import ParallelConfig
 from jaxscaler.estimate.price import Priced, dtype_for, price
+from jaxscaler.estimate.rlhf import Rollouts, feedback
 from jaxscaler.estimate.search import (
     GAIN,
     Key,
@@ -57,7 +61,8 @@ class Estimate:
     within a budget, or the knee of the scaling curve. why: which of these. runs: of the scaling
     curve from the smallest cluster that fits (`smallest`). ways: how to spread the model over the
     chosen devices, fastest first. tflops: (floor, expected, best) of model TFLOP/s per device:
-    below the floor something is wrong.
+    below the floor something is wrong. compression: what narrower gradients bring to the chosen
+    way, None where nothing is reduced.
     """
 
     model: ModelConfig
@@ -74,6 +79,7 @@ class Estimate:
     tflops: tuple[float, float, float]
     price_per_hour: float | None
     notes: tuple[str, ...] = ()
+    compression: Compared | None = None
 
     @property
     def best(self) -> Priced:
@@ -109,7 +115,7 @@ def estimate(
     model: Any,
     *args: Any,
     device: str | None = None,
-    cluster: str | Cluster | None = None,
+    cluster: str | Cluster | Mixed | None = None,
     devices: int | None = None,
     batch: int | None = None,
     seq: int | None = None,
@@ -124,6 +130,7 @@ def estimate(
     measured_tflops: float | None = None,
     most: int = MOST,
     only: str | None = None,
+    rlhf: Rollouts | Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
     """What it takes to train a model.
@@ -131,30 +138,51 @@ def estimate(
     model: a `ModelConfig`, the name of one, a Hugging Face `config.json` (path or contents), or a
     train step, with `args` its abstract arguments and `cluster` (then see `estimate_step`).
     device: such as "h100"; `cluster`: such as "h100:8x4", or a `Cluster` (its network and nodes;
-    devices then defaults to all of it). devices: how many; 0, or a device alone: as recommended.
+    devices then defaults to all of it), or two kinds ("h100:8x4+a100:8x4", or a `Mixed`), for
+    which the answer is a `fleet.Fleet`. devices: how many; 0, or a device alone: as recommended.
     batch: samples a step, as usual for the size of the model unless given; seq: tokens a sample,
     the model's context unless given. tokens: of the run, 20 per parameter unless given. parallel,
     micro_batch, recompute: the way to spread it, searched for unless given. deadline_days, budget
     (in the unit of price_per_hour, of one device), mtbf_hours (of one device): for the recommended
     number. measured_tflops: what one device was measured to reach on this model; speeds are scaled
     to that. most: devices of the scaling curve at most. only: a family of ways ("data", "tensor",
-    "tensor+pipeline", …) that alone are looked at. options: fields of `search.Options`.
+    "tensor+pipeline", …) that alone are looked at. rlhf: what an iteration of reinforcement
+    learning is (`rlhf.Rollouts`, or its fields), in place of a training run; the answer is then a
+    `rlhf.Feedback`. options: fields of `search.Options`.
 
     Raises ConfigError, naming the fields, for what can not be; InfeasibleError where nothing fits.
     """
     if callable(model):
         from jaxscaler.estimate.workload import estimate_step
 
-        if cluster is None:
-            raise ConfigError("cluster: a train step is estimated on a cluster, such as h100:8x4")
+        if cluster is None or isinstance(cluster, Mixed):
+            raise ConfigError("cluster: a train step is estimated on one, such as h100:8x4")
         return estimate_step(
             model, *args, cluster=cluster, price_per_hour=price_per_hour, mtbf_hours=mtbf_hours,
             **options,
         )  # fmt: skip
     model = model_of(model)
+    if isinstance(cluster, str) and "+" in cluster:
+        cluster = mixed_of(cluster)
+    one_kind = {
+        "parallel": parallel, "micro_batch": micro_batch, "recompute": recompute,
+        "deadline_days": deadline_days, "budget": budget, "price_per_hour": price_per_hour,
+        "measured_tflops": measured_tflops, "only": only,
+    }  # fmt: skip
+    if isinstance(cluster, Mixed):
+        _refuse("a fleet of two kinds", device=device, devices=devices, rlhf=rlhf, **one_kind)
+        job = _options(model, batch, seq, options)
+        return fleet(model, cluster, job, _tokens(model, tokens))
+    if rlhf is not None:
+        _refuse("rlhf, which needs a cluster", device=device, devices=devices, seq=seq,
+                tokens=tokens, **one_kind)  # fmt: skip
+        if cluster is None:
+            raise ConfigError("cluster: rlhf is estimated on one, such as h100:8x4")
+        where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+        return feedback(model, where, _rollouts(rlhf, batch), _options(model, 1, 1, options))
     kind, devices = _kind(device, cluster, devices)
     grow, _ = grower(kind)
-    for name, value in (("tokens", tokens), ("deadline_days", deadline_days), ("budget", budget),
+    for name, value in (("deadline_days", deadline_days), ("budget", budget),
                         ("price_per_hour", price_per_hour),
                         ("measured_tflops", measured_tflops)):  # fmt: skip
         if value is not None and not 0 < value < float("inf"):
@@ -166,7 +194,7 @@ def estimate(
     if measured_tflops is not None:
         job, note = _scaled(model, grow, kind, job, measured_tflops)
         notes.append(note)
-    tokens = float(tokens or TOKENS_PER_PARAMETER * model.parameters)
+    tokens = _tokens(model, tokens)
 
     def run(point: Point) -> Run:
         goodput = failures.goodput(point.devices, KEPT * model.parameters, mtbf_hours=mtbf_hours)
@@ -196,12 +224,40 @@ def estimate(
             ways = best_ways(model, grow(chosen.point.devices), job, 2, known, only)
     best = chosen.point.best
     notes.append(f"speeds: {best.constants.source}")
+    narrowed = None
+    if best.parallel.dp * best.parallel.cp > 1:
+        narrowed = compared(best, grow(best.parallel.devices), job)
     return Estimate(
         model, kind, job, tokens, flops.training(model, job.batch, job.seq), first,
         tuple(runs), bend, chosen, why, tuple(ways),
         (best.tflops * (1 - BAND), best.tflops, best.tflops * (1 + BAND)), price_per_hour,
-        tuple(notes),
+        tuple(notes), narrowed,
     )  # fmt: skip
+
+
+def _refuse(what: str, **given: Any) -> None:
+    if wrong := [name for name, value in given.items() if value is not None]:
+        raise ConfigError(f"{', '.join(wrong)}: not an option of {what}")
+
+
+def _rollouts(given: Rollouts | Mapping[str, Any], batch: int | None) -> Rollouts:
+    """`batch` is that of `rlhf` unless it has its own."""
+    if isinstance(given, Rollouts):
+        _refuse("rlhf, whose rollouts have their own", batch=batch)
+        return given
+    known = [field.name for field in fields(Rollouts)]
+    if unknown := sorted(set(given) - set(known)):
+        raise ConfigError(f"rlhf: unknown {', '.join(unknown)}; there is {', '.join(known)}")
+    values = ({} if batch is None else {"batch": batch}) | dict(given)
+    if lacking := [name for name in known[:4] if name not in values]:
+        raise ConfigError(f"rlhf: {', '.join(lacking)} is missing")
+    return Rollouts(**values)
+
+
+def _tokens(model: ModelConfig, given: float | None) -> float:
+    if given is not None and not 0 < given < float("inf"):
+        raise ConfigError(f"tokens={given!r}: a number above 0")
+    return float(given or TOKENS_PER_PARAMETER * model.parameters)
 
 
 def _kind(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jaxscaler.estimate import flops
-from jaxscaler.estimate.memory import LOGITS, OPTIMIZERS, states_of
+from jaxscaler.estimate.memory import OPTIMIZERS, SOFTWARE, states_of
 from jaxscaler.estimate.price import Priced
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 BOOK = "Scaling book, Transformer math"
 KORTHIKANTI = "Korthikanti et al. 2022, table 2"
 ZERO = "Rajbhandari et al. 2020 (ZeRO), section 3"
+COMPRESSION = "estimate/compression.py: Tang et al. 2021, Wang et al. 2023"
 PLANNER = "the planner: cost/compute.py, cost/collective.py"
 
 
@@ -66,6 +67,14 @@ def lines(estimate: Estimate) -> list[Line]:
             Line("cost", run.cost, "", "n * days * 24 * price per device-hour",
                  f"n={n}, price={estimate.price_per_hour:g}", "price as given")
         )  # fmt: skip
+    narrowed = estimate.compression
+    for name, x in narrowed.narrowed.items() if narrowed else ():
+        found.append(
+            Line(f"step with gradients in {name}", x.seconds, "s",
+                 "narrower reductions as far as they are exposed, and what narrows them",
+                 f"exposed {x.parts.get('dp', 0.0):.4g} of {best.parts.get('dp', 0.0):.4g} s, "
+                 f"quantising {x.parts.get('compress', 0.0):.4g} s", COMPRESSION)
+        )  # fmt: skip
     floor, expected, _ = estimate.tflops
     found += [
         Line("TFLOP/s per device", expected, "model TFLOP/s", "C of a step / seconds / n",
@@ -116,6 +125,7 @@ def _memory(estimate: Estimate) -> list[Line]:
     o, best, m = estimate.options, estimate.best, estimate.model
     p = best.parallel
     states = states_of(o.optimizer, best.dtype, o.master, o.gradient, o.stack)
+    software = SOFTWARE[o.stack]
     shared = f"zero={p.zero}, among {p.shards}"
     local = f"P / (tp pp) local, tp={p.tp}, pp={p.pp}"
     how = {
@@ -126,6 +136,11 @@ def _memory(estimate: Estimate) -> list[Line]:
                       f"memory.OPTIMIZERS: {OPTIMIZERS[o.optimizer].state:g} B"),
         "gradients in f32": (f"{states.copied:g} B each", "while the update runs",
                              "Megatron-LM, DeepSpeed: 16-bit gradients are copied"),
+        "gradients in 16 bits": (f"{states.beside:g} B each", f"{local}; {shared}",
+                                 "memory.SOFTWARE: they stay beside their f32 sums"),
+        "reduction bucket": (f"{states.gradient:g} B * {software.bucket:g} elements",
+                             "or a whole table, or all there are", "memory.SOFTWARE"),
+        "error feedback": ("4 B each", f"{local}; whole on every device", COMPRESSION),
         "gathered layers": ("2 layers in 2 B", local, "PyTorch FSDP: one is prefetched"),
         "activations": ("kept of a layer * layers of a stage * micro-batches in flight",
                         f"b={best.micro_batch}, s={o.seq}, h={m.hidden}, recompute="
@@ -133,9 +148,11 @@ def _memory(estimate: Estimate) -> list[Line]:
                         KORTHIKANTI if o.stack != "jax" else "what the traced step keeps"),
         "recomputed layer": ("one layer without recomputation", f"b={best.micro_batch}, s={o.seq}",
                              KORTHIKANTI),
-        "logits": (f"{LOGITS[o.stack]:g} B * b s V / tp beyond the recomputed layer",
+        "logits": (f"{software.logits:g} B * b s V / tp beyond the recomputed layer",
                    f"b={best.micro_batch}, s={o.seq}, V={m.vocab}, tp={p.tp}",
-                   "copies in 16 and 32 bits: memory.LOGITS"),
+                   "copies in 16 and 32 bits: memory.SOFTWARE"),
+        "fragments": (f"{software.fragments:.1%} of what is allocated", o.stack,
+                      "memory.SOFTWARE"),
         "framework": ("constant of the stack", o.stack, best.constants.source),
     }  # fmt: skip
     return [
@@ -161,6 +178,7 @@ def _step(best: Priced) -> list[Line]:
         "dp": ("reduction and gathering of parameters, what is not hidden", PLANNER),
         "bubble": (f"idle time of {p.schedule}", "cost/pipeline.py"),
         "update": ("bytes of state / bandwidth", PLANNER),
+        "compress": ("bytes that narrowing and widening stream / bandwidth", COMPRESSION),
     }
     c = best.constants
     said = (

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from jaxscaler.cluster.cluster import Cluster
 from jaxscaler.cost.collective import collective_time
 from jaxscaler.cost.compute import MEMORY_EFFICIENCY
 from jaxscaler.errors import ConfigError
-from jaxscaler.estimate.body import EMBED, HEAD, LAYER
+from jaxscaler.estimate.body import EMBED, HEAD, LAYER, Leaf
 from jaxscaler.estimate.config import ModelConfig
 from jaxscaler.estimate.constants import Constants, constants_for
-from jaxscaler.estimate.memory import BYTES, GB, kv_cache_bytes, local_parameters, stages_of
-from jaxscaler.estimate.parallel import ParallelConfig, check
+from jaxscaler.estimate.memory import (
+    BYTES,
+    GB,
+    StageSize,
+    kv_cache_bytes,
+    leaves_of,
+    local_parameters,
+    stages_of,
+)
+from jaxscaler.estimate.parallel import ParallelConfig, check, level_of
 from jaxscaler.estimate.price import dtype_for
 from jaxscaler.estimate.step import Job, Step
 
@@ -91,10 +99,9 @@ def serve(
     constants = constants or constants_for(device, stack)
     one = ParallelConfig(**{**vars(p), "sp": False})
     job = Job(model, one, cluster, batch, prompt, "none", dtype, "flash", stack, False, weights)
-    whole, single = (
-        Step(job, body, constants, 1, 0.0, 0.0) for body in (job.body(), job.body(seq=1))
-    )
-    stages = stages_of(model.layers, p.pp)
+    whole = Step(job, job.body(), constants, 1, 0.0, 0.0)
+    # A token a sample fills no wave of tiles: such products are split along what they contract.
+    single = Step(job, job.body(seq=1), replace(constants, wave=0.0), 1, 0.0, 0.0)
     prefill = _through(whole, model.layers, LAYER) + _through(single, 1, EMBED, HEAD)
     parts = _spent(single, model.layers, LAYER, EMBED, HEAD)
     seen = prompt + answer / 2
@@ -111,23 +118,82 @@ def serve(
             else:
                 prefill += (p.pp - 1) * hop
     decode = sum(parts.values())
-    most = max(
-        range(p.pp), key=lambda i: local_parameters(whole.body.leaves, model, stages[i], p.pp).all
-    )
-    stage = stages[most]
-    count = local_parameters(whole.body.leaves, model, stage, p.pp).all
-    share = stage.layers / model.layers
-    used = {
-        "parameters": count * BYTES[weights or dtype],
-        "KV cache": kv * (prompt + answer) * share,
-        "activations": _widest(model, batch * prompt, p.tp) * BYTES[dtype],
-        "framework": constants.memory_gb * GB,
-    }
+    used = serving_memory(
+        model, p, batch, prompt + answer, prompt, BYTES[weights or dtype], stored, BYTES[dtype],
+        constants.memory_gb * GB, whole.body.leaves,
+    )  # fmt: skip
     return Served(
         model, p, cluster.name, batch, prompt, answer, prefill, decode,
-        prefill + (answer - 1) * decode, p.dp * batch / decode, parts,
-        {k: v for k, v in used.items() if v}, memory * device.hbm_bytes, constants,
+        prefill + (answer - 1) * decode, p.dp * batch / decode, parts, used,
+        memory * device.hbm_bytes, constants,
     )  # fmt: skip
+
+
+def serving_memory(
+    model: ModelConfig,
+    p: ParallelConfig,
+    batch: int,
+    context: int,
+    prompt: int,
+    weights: float,
+    cache: float,
+    activations: float,
+    overhead: float,
+    leaves: Sequence[Leaf] | None = None,
+) -> dict[str, float]:
+    """Bytes by component on the fullest device of a replica that serves `batch` samples at a time,
+    of `context` tokens in the end; weights, cache, activations: bytes of a number of each."""
+    leaves = leaves_of(model, p.tp, p.ep) if leaves is None else leaves
+
+    def held(stage: StageSize) -> int:
+        return local_parameters(leaves, model, stage, p.pp).all
+
+    stage = max(stages_of(model.layers, p.pp), key=held)
+    kv = kv_cache_bytes(model, batch, context, cache) / min(p.tp, model.kv_heads)
+    used = {
+        "parameters": held(stage) * weights,
+        "KV cache": kv * stage.layers / model.layers,
+        "activations": _widest(model, batch * prompt, p.tp) * activations,
+        "framework": overhead,
+    }
+    return {name: nbytes for name, nbytes in used.items() if nbytes}
+
+
+def score(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    cluster: Cluster,
+    *,
+    batch: int,
+    seq: int,
+    micro_batch: int = 1,
+    dtype: str | None = None,
+    stack: str = "jax",
+    constants: Constants | None = None,
+) -> float:
+    """Seconds of a forward pass over `batch` samples of `seq` tokens, the head at every token, as a
+    reference, reward or value model runs it in a training step's way.
+
+    Micro-batches follow each other through the stages of a pipeline; with ZeRO-3 layers are
+    gathered for each of them, beside what is computed as far as the constants say.
+    """
+    p = replace(parallel, ep=1)
+    count = check(model, p, cluster.num_devices, batch, seq, micro_batch)
+    device = cluster.device
+    dtype = dtype or dtype_for(device)
+    constants = constants or constants_for(device, stack)
+    job = Job(model, p, cluster, micro_batch, seq, "none", dtype, "flash", stack, False)
+    step = Step(job, job.body(), constants, 1, 0.0, 0.0)
+    once = _through(step, model.layers, LAYER) + _through(step, 1, EMBED, HEAD)
+    seconds = (count + p.pp - 1) * once / p.pp
+    shard = job.axes(replica=p.dp * p.cp // p.shards, shard=p.shards)["shard"]
+    if p.zero < 3 or shard.size == 1:
+        return seconds
+    nbytes = model.parameters / (p.tp * p.pp) * BYTES[dtype] / model.layers
+    gathered = count * model.layers * float(collective_time("all_gather", shard, nbytes))
+    gathered /= step.speed[level_of(shard)]
+    hidden = constants.hidden
+    return seconds + max((1 - hidden) * gathered, gathered - hidden * seconds)
 
 
 def _spent(step: Step, layers: int, *where: str) -> dict[str, float]:

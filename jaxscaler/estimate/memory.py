@@ -38,13 +38,37 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     "adam8bit": Optimizer(2 + 2 * 4 / 2048, 16),
     "adafactor": Optimizer(0, 16),
 }
-# Bytes of a logit at the loss: 16-bit and 32-bit copies of it, of the softmax and of the gradient.
-# "jax" fuses the latter two; PyTorch keeps all; Megatron's parallel cross entropy works in place.
-LOGITS = {
-    "jax": 2.0 + 4,
-    "pytorch": 2.0 + 4 + 4 + 4,
-    "deepspeed": 2.0 + 4 + 4 + 4,
-    "megatron": 2.0 + 4 + 4,
+
+
+class Software(NamedTuple):
+    """What a stack keeps of a training step beside what its mathematics needs.
+
+    logits: bytes of a logit at the loss: 16-bit and 32-bit copies of it, of the softmax and of the
+    gradient. fragments: share of what is allocated that the allocator holds beside it. bucket:
+    elements of the buffer through which gradients are reduced. beside: bytes of a 16-bit gradient
+    that stays beside its f32 sum. overlaps: gradients are reduced while others are computed.
+    """
+
+    logits: float
+    fragments: float = 0.0
+    bucket: float = 0.0
+    beside: float = 0.0
+    overlaps: bool = True
+
+
+# XLA lays a step out before it runs. PyTorch's caching allocator holds 5 to 10 % more than is
+# allocated, as blocks of one size seldom serve another (PyTorch, CUDA semantics, "memory
+# management"). XLA fuses softmax and gradient of a loss; PyTorch keeps all; Megatron's parallel
+# cross entropy works in place. DeepSpeed reduces 5e8 elements at a time (its configuration,
+# `reduce_bucket_size`); its optimizer for bf16 sums gradients up in f32 beside those of the
+# backward pass (BigScience, chronicles of tr11, "Rebalancing layers"). Its pipelines reduce after
+# the last backward pass (`PipelineEngine`, the instruction ReduceGrads).
+SOFTWARE: Mapping[str, Software] = {
+    "jax": Software(2.0 + 4),
+    "pytorch": Software(2.0 + 4 + 4 + 4, 0.075),
+    "deepspeed": Software(2.0 + 4 + 4 + 4, 0.075, 5e8),
+    "megatron": Software(2.0 + 4 + 4, 0.075),
+    "megatron-deepspeed": Software(2.0 + 4 + 4, 0.075, 5e8, 2.0, overlaps=False),
 }
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8": 1.0, "int8": 1.0, "int4": 0.5}
 
@@ -54,7 +78,7 @@ class States:
     """Bytes per parameter: as read by products, its gradient, its master copy, optimizer state.
 
     copied: of its gradient in f32 while the update runs, where it is in 16 bits until then. The
-    ZeRO paper does not count it.
+    ZeRO paper does not count it. beside: of its 16-bit gradient that stays beside the f32 sum.
     """
 
     parameter: float
@@ -62,10 +86,11 @@ class States:
     master: float
     optimizer: float
     copied: float = 0.0
+    beside: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.parameter + self.gradient + self.master + self.optimizer
+        return self.parameter + self.gradient + self.beside + self.master + self.optimizer
 
 
 def states_of(optimizer: str, dtype: str, master: bool, gradient: str, stack: str) -> States:
@@ -74,8 +99,8 @@ def states_of(optimizer: str, dtype: str, master: bool, gradient: str, stack: st
     `master`: parameters are also kept in f32. PyTorch keeps both copies; a JAX step has the f32 one
     alone and casts it where it is read. `gradient`: dtype that gradients are summed up in.
     """
-    if stack not in LOGITS:
-        raise ConfigError(f"stack={stack!r}: one of {', '.join(LOGITS)}")
+    if stack not in SOFTWARE:
+        raise ConfigError(f"stack={stack!r}: one of {', '.join(SOFTWARE)}")
     if optimizer not in OPTIMIZERS:
         raise ConfigError(f"optimizer={optimizer!r}: one of {', '.join(OPTIMIZERS)}")
     for name, value in (("dtype", dtype), ("gradient", gradient)):
@@ -87,8 +112,9 @@ def states_of(optimizer: str, dtype: str, master: bool, gradient: str, stack: st
         return States(kept, BYTES[gradient], 0.0, state)
     if stack == "jax":
         return States(0.0, BYTES[gradient], 4.0, state)
-    copied = 4.0 if BYTES[gradient] < 4 else 0.0
-    return States(kept, BYTES[gradient], 4.0, state, copied)
+    if BYTES[gradient] < 4:
+        return States(kept, BYTES[gradient], 4.0, state, copied=4.0)
+    return States(kept, BYTES[gradient], 4.0, state, beside=SOFTWARE[stack].beside)
 
 
 def saved_per_layer(
@@ -190,7 +216,12 @@ def local_parameters(
     return Local(dense, expert)
 
 
-def training_memory(
+def training_memory(*args, **options) -> dict[str, float]:
+    """`stage_memories` of the fullest stage."""
+    return max(stage_memories(*args, **options), key=lambda parts: sum(parts.values()))
+
+
+def stage_memories(
     model: ModelConfig,
     leaves: Sequence[Leaf],
     saved: float,
@@ -206,57 +237,68 @@ def training_memory(
     overhead: float,
     trained: float = 1.0,
     late: bool = False,
-    logit_bytes: float = 6.0,
-) -> dict[str, float]:
-    """Bytes by component on the fullest device; `trained`: share of parameters that are (LoRA).
+    stack: str = "jax",
+    feedback: float = 0.0,
+) -> list[dict[str, float]]:
+    """Bytes by component on a device of the first stage, of one inside and of the last (of the only
+    one); `trained`: share of parameters that are (LoRA).
 
     `saved`: bytes that a layer keeps of a micro-batch. `overhead`: bytes of the framework itself.
     `late`: gradients are not there while the loss is computed: a JAX step of one micro-batch.
-    `late`: gradients are not there while the loss is computed: a JAX step of one micro-batch.
-    `logit_bytes`: of every logit, as `LOGITS` has them.
+    `stack`: a row of `SOFTWARE`. `feedback`: bytes per element of the error that compressed
+    gradients keep, of the whole local gradient.
     """
-    stages = stages_of(model.layers, parallel.pp)
-    found: dict[str, float] = {}
+    stages, software = stages_of(model.layers, parallel.pp), SOFTWARE[stack]
+    tokens = micro * seq / parallel.cp
+    shards = _shards(parallel)
+    layer = local_parameters(leaves, model, StageSize(1, False, False), 2).all
+    found = []
     for at in sorted({0, parallel.pp // 2, parallel.pp - 1}):
         stage = stages[at]
         n = local_parameters(leaves, model, stage, parallel.pp)
-        shards = {kind: max(1, k) for kind, k in _shards(parallel).items()}
 
-        def spread(nbytes: float, stage_of_zero: int, n=n, shards=shards) -> float:
+        def spread(nbytes: float, stage_of_zero: int, n=n) -> float:
             split = parallel.zero >= stage_of_zero
             dense = n.dense / (shards["dense"] if split else 1)
             return nbytes * (dense + n.expert / (shards["expert"] if split else 1))
 
-        layer = local_parameters(leaves, model, StageSize(1, False, False), 2).all
         parts = {
             "parameters": spread(states.parameter, 3) if states.parameter
             else spread(states.master, 3),
             "master parameters": trained * spread(states.master, 1) if states.parameter else 0.0,
             "gradients": trained * spread(states.gradient, 2),
+            "gradients in 16 bits": trained * spread(states.beside, 2),
             "optimizer": trained * spread(states.optimizer, 1),
             "gradients in f32": trained * spread(states.copied, 1),
         }  # fmt: skip
+        if parallel.dp * parallel.cp > 1:
+            parts["error feedback"] = trained * feedback * n.all
         if parallel.zero == 3 and max(shards.values()) > 1:
             parts["gathered layers"] = 2 * 2.0 * layer
+        if software.bucket and parallel.dp * parallel.cp > 1:
+            table = max((x.local for x in leaves if x.where == EMBED), default=0)
+            bucket = max(software.bucket, table if stage.first or stage.last else 0)
+            parts["reduction bucket"] = trained * states.gradient * min(bucket, n.all)
         held = in_flight(parallel.schedule, at, parallel.pp, micro_batches, parallel.chunks)
         parts["activations"] = saved * stage.layers * held
+        if dropout and stage.first:
+            parts["activations"] += tokens * model.hidden * held  # mask of the embedding
         if recompute == "full":
             parts["recomputed layer"] = saved_per_layer(
                 model, micro, seq, parallel, "none", attention, dropout
             )
         if stage.last:
-            tokens = micro * seq / parallel.cp
-            logits = tokens * model.vocab / parallel.tp * logit_bytes
+            logits = tokens * model.vocab / parallel.tp * software.logits
             gone = parts["gradients"] if late else parts.get("recomputed layer", 0.0)
             parts["logits"] = max(0.0, logits - gone)
+        parts["fragments"] = software.fragments * sum(parts.values())
         parts["framework"] = overhead
-        if sum(parts.values()) > sum(found.values()):
-            found = parts
-    return {name: nbytes for name, nbytes in found.items() if nbytes}
+        found.append({name: nbytes for name, nbytes in parts.items() if nbytes})
+    return found
 
 
 def _shards(p: ParallelConfig) -> dict[str, int]:
-    return {"dense": p.shards, "expert": max(1, p.shards // p.ep)}
+    return {"dense": max(1, p.shards), "expert": max(1, p.shards // p.ep)}
 
 
 def kv_cache_bytes(model: ModelConfig, batch: int, context: int, nbytes: float = 2.0) -> float:

@@ -116,7 +116,8 @@ def axes_of(cluster: Cluster, sizes: dict[str, int]) -> dict[str, Axis]:
     """Mesh axes of these sizes, major first, in the order of the cluster's levels.
 
     An axis that does not fit what is left of a level is taken from the next one out, whose link it
-    has to pass: 3 devices of nodes of 4 are on the network.
+    has to pass: 3 devices of nodes of 4 are on the network. The axes of a torus may be taken in any
+    order.
     """
     levels = [(level, level.size) for level in cluster.levels if level.size > 1]
     found = {}
@@ -127,7 +128,8 @@ def axes_of(cluster: Cluster, sizes: dict[str, int]) -> dict[str, Axis]:
             if not levels:
                 parts.insert(0, Part(_wide(cluster.levels[0], left), left))
                 break
-            level, rest = levels.pop()
+            at = _fitting(levels, left)
+            level, rest = levels.pop(at)
             taken = math.gcd(left, rest)
             if taken == 1 or taken not in (left, rest):
                 if levels:  # what is left of this level is passed over
@@ -139,9 +141,22 @@ def axes_of(cluster: Cluster, sizes: dict[str, int]) -> dict[str, Axis]:
             parts.insert(0, Part(level, taken, max(level.size // rest, 1)))
             left //= taken
             if taken < rest:
-                levels.append((level, rest // taken))
+                levels.insert(at, (level, rest // taken))
         found[name] = Axis(name, tuple(parts))
     return dict(reversed(found.items()))
+
+
+def _fitting(levels: list[tuple[Level, int]], size: int) -> int:
+    """The innermost level; of a torus, whose axes are alike, the innermost that fits a size."""
+    last = len(levels) - 1
+    if levels[last][0].link.kind != "torus":
+        return last
+    fits = (
+        at
+        for at, (level, rest) in reversed([*enumerate(levels)])
+        if level.link.kind == "torus" and math.gcd(size, rest) in (size, rest)
+    )
+    return next(fits, last)
 
 
 def _wide(level: Level, size: int) -> Level:
@@ -151,6 +166,17 @@ def _wide(level: Level, size: int) -> Level:
 def level_of(axis: Axis) -> str:
     """ "network" if the axis leaves a node or slice, else "fabric"."""
     return "network" if any(part.link.kind == "network" for part in axis.parts) else "fabric"
+
+
+def over_trees(axis: Axis) -> float:
+    """Seconds of an all-reduce beside those of a ring through all nodes.
+
+    NCCL reduces over trees of nodes (Jeaugey 2019, "Massively Scale Your Deep Learning Training
+    with NCCL 2.4"): the network passes (N - 1) / N of the bytes with N nodes, not devices. That is
+    about half for two nodes, and as much as a ring for many.
+    """
+    nodes = math.prod(part.size for part in axis.parts if part.link.kind == "network")
+    return (1 - 1 / nodes) / (1 - 1 / axis.size) if nodes > 1 else 1.0
 
 
 def cluster_of(device: str, devices: int) -> Cluster:

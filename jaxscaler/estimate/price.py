@@ -16,17 +16,17 @@ from jaxscaler.errors import ConfigError
 from jaxscaler.estimate import flops
 from jaxscaler.estimate.adapters import adapter_parameters
 from jaxscaler.estimate.body import ATTENTION, RECOMPUTE
+from jaxscaler.estimate.compression import compression_of
 from jaxscaler.estimate.config import ModelConfig
 from jaxscaler.estimate.constants import Constants, constants_for
 from jaxscaler.estimate.memory import (
     BYTES,
     GB,
-    LOGITS,
     OPTIMIZERS,
     States,
     saved_per_layer,
+    stage_memories,
     states_of,
-    training_memory,
 )
 from jaxscaler.estimate.parallel import ParallelConfig, check
 from jaxscaler.estimate.step import Job, Step
@@ -37,13 +37,14 @@ class Priced:
     """What a step takes.
 
     seconds: of the step. parts: the same by what it is spent on ("matmul", "attention", "vector",
-    "launch", "tp", "cp", "ep", "dp", "pp", "update", "bubble"); they sum up to it, communication by
-    what of it is exposed. hidden: seconds of data-parallel communication that run beside compute.
-    memory: bytes by component on the fullest device. model_flops: of a step on all devices, without
-    what is computed again, attention counted in full (as `flops.training` says); hardware_flops:
-    what the devices work, that included. mfu, hfu: those over the devices' peak. shared: seconds of
-    communication between replicas by level ("fabric", "network"), before constants are applied and
-    any is hidden.
+    "launch", "tp", "cp", "ep", "dp", "pp", "update", "bubble", "compress"); they sum up to it,
+    communication by what of it is exposed. hidden: seconds of data-parallel communication that run
+    beside compute. memory: bytes by component on the fullest device. model_flops: of a step on all
+    devices, without what is computed again, attention counted in full (as `flops.training` says);
+    hardware_flops: what the devices work, that included. mfu, hfu: those over the devices' peak.
+    shared: seconds of communication between replicas by level ("fabric", "network"), before
+    constants are applied and any is hidden. ends: bytes on a device of the first and of the last
+    pipeline stage.
     """
 
     model: ModelConfig
@@ -66,6 +67,7 @@ class Priced:
     hfu: float
     constants: Constants
     shared: Mapping[str, float]
+    ends: tuple[float, float]
 
     @property
     def tokens_per_second(self) -> float:
@@ -132,6 +134,7 @@ def price(
     dropout: bool = False,
     lora: int = 0,
     base: str = "",
+    compress: str = "",
     constants: Constants | None = None,
     memory: float = 1.0,
 ) -> Priced:
@@ -142,11 +145,12 @@ def price(
     attention) or "full" (whole layers; under PyTorch the whole forward pass, under "jax" what the
     backward pass reads of it). dtype: of products ("float8" speeds up those with weights alone).
     attention: "flash" (unless given; T5 has no kernel) or "unfused". stack: "jax", "pytorch",
-    "megatron" or "deepspeed": what a layer keeps, and whose constants hold. gradient: dtype that
-    gradients are summed up and reduced in. master, optimizer, dropout: see memory.py. lora: rank of
-    adapters on all matrices of a frozen model, which is stored in `base` ("int8", "int4", …; that
-    of products unless given). constants: instead of those of `efficiency.csv`. memory: the share of
-    the device's that may be filled.
+    "megatron", "megatron-deepspeed" or "deepspeed": what is kept, and whose constants hold.
+    gradient: dtype that gradients are summed up and reduced in. master, optimizer, dropout: see
+    memory.py. lora: rank of adapters on all matrices of a frozen model, which is stored in `base`
+    ("int8", "int4", …; that of products unless given). compress: gradients are reduced in "bf16",
+    or in "int8" with error feedback. constants: instead of those of `efficiency.csv`. memory: the
+    share of the device's that may be filled.
 
     Raises ConfigError, naming the fields, for what does not divide.
     """
@@ -170,19 +174,21 @@ def price(
         model, parallel, cluster, micro_batch, seq, recompute, dtype, attention, stack, lora=lora
     )
     body = job.body()
+    narrow = compression_of(compress, gradient)
     step = Step(job, body, constants, count, BYTES[gradient], OPTIMIZERS[optimizer].traffic,
-                trained)  # fmt: skip
+                trained, narrow)  # fmt: skip
     parts, hidden, shared = step.parts()
     seconds = sum(parts.values())
     saved = body.saved
     if stack != "jax":
         saved = saved_per_layer(model, micro_batch, seq, parallel, recompute, attention, dropout)
-    used = training_memory(
+    stages = stage_memories(
         model, body.leaves, saved, parallel, states, micro=micro_batch, seq=seq,
         micro_batches=count, recompute=recompute, attention=attention, dropout=dropout,
         overhead=constants.memory_gb * GB, trained=trained,
-        late=stack == "jax" and count == 1, logit_bytes=LOGITS[stack],
+        late=stack == "jax" and count == 1, stack=stack, feedback=narrow.kept if narrow else 0.0,
     )  # fmt: skip
+    totals = [sum(stage.values()) for stage in stages]
     work = flops.training(model, batch, seq)
     if lora:
         work = flops.fine_tuning(model, batch, seq, adapter_parameters(model, lora))
@@ -190,6 +196,7 @@ def price(
     hardware = work.total + flops.again(model, batch, seq, recompute)
     return Priced(
         model, parallel, cluster.name, batch, seq, micro_batch, count, recompute, dtype, seconds,
-        parts, hidden, used, memory * device.hbm_bytes, work.total, hardware,
-        work.total / seconds / peak, hardware / seconds / peak, constants, shared,
+        parts, hidden, stages[totals.index(max(totals))], memory * device.hbm_bytes, work.total,
+        hardware, work.total / seconds / peak, hardware / seconds / peak, constants, shared,
+        (totals[0], totals[-1]),
     )  # fmt: skip

@@ -14,15 +14,15 @@ from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from jaxscaler.cluster.cluster import Cluster
+from jaxscaler.cluster.cluster import Cluster, Level
 from jaxscaler.cluster.devices import Device, find_device
+from jaxscaler.cluster.links import Link
 from jaxscaler.errors import ConfigError, InfeasibleError
-from jaxscaler.estimate import flops
+from jaxscaler.estimate.compression import compression_of
 from jaxscaler.estimate.config import ModelConfig
 from jaxscaler.estimate.constants import constants_for
 from jaxscaler.estimate.memory import (
     GB,
-    LOGITS,
     leaves_of,
     saved_per_layer,
     states_of,
@@ -30,6 +30,8 @@ from jaxscaler.estimate.memory import (
 )
 from jaxscaler.estimate.parallel import ParallelConfig, check, cluster_of
 from jaxscaler.estimate.price import Priced, attention_for, dtype_for, price, trained_states
+from jaxscaler.estimate.ranking import SEARCHED, rough_seconds, schedules_for
+from jaxscaler.estimate.step import Job
 
 ROOM = 0.92  # of a device's memory that may be filled, as the planner has it
 BODIES = 5  # micro-batches (see Key) that are priced anew for a cluster, each with all its pp, ZeRO
@@ -55,11 +57,20 @@ class Options:
     dropout: bool = False
     lora: int = 0
     base: str = ""
+    compress: str = ""
     constants: Any = None
     memory: float = ROOM
+    schedules: tuple[str, ...] = SEARCHED  # of pipelines that a search looks at
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.schedules if name not in SEARCHED]
+        if unknown or "1f1b" not in self.schedules:
+            raise ConfigError(
+                f"schedules={','.join(self.schedules)!r}: 1f1b and any of {', '.join(SEARCHED[1:])}"
+            )
 
     def keywords(self) -> dict[str, Any]:
-        return dict(vars(self))
+        return {name: value for name, value in vars(self).items() if name != "schedules"}
 
 
 class Way(NamedTuple):
@@ -89,7 +100,7 @@ def usual_batch(model: ModelConfig, seq: int) -> int:
 def ways(model: ModelConfig, cluster: Cluster, options: Options) -> Iterator[Way]:
     """All candidates that divide; ZeRO-1 unless there is nothing to share."""
     n, seq = cluster.num_devices, options.seq
-    fast = _fast_domain(cluster)
+    fast = fast_domain(cluster)
     for tp in (t for t in _divisors(n) if t <= fast and model.heads % t == 0):
         for cp in (c for c in _divisors(n // tp) if c == 1 or (seq >= LONG and c <= 16)):
             for pp in _divisors(n // (tp * cp)):
@@ -119,7 +130,7 @@ def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def _fast_domain(cluster: Cluster) -> int:
+def fast_domain(cluster: Cluster) -> int:
     """Devices within which tensor parallelism stays: a node, or 16 of a torus."""
     inner = math.prod(level.size for level in cluster.levels if level.link.kind != "network")
     return min(inner, 16 if any(x.link.kind == "torus" for x in cluster.levels) else 8)
@@ -136,14 +147,29 @@ def roughly_fits(model: ModelConfig, device: Device, way: Way, options: Options)
     saved = saved_per_layer(
         model, way.micro, options.seq, p, way.recompute, attention, options.dropout
     )
+    if options.stack == "jax":
+        saved *= _unfused(model, options.seq, way.recompute, dtype, attention, device)
     count = options.batch // (p.dp * way.micro)
+    narrow = compression_of(options.compress, options.gradient)
     used = training_memory(
         model, _leaves(model, p.tp, p.ep), saved, p, states, micro=way.micro, seq=options.seq,
         micro_batches=count, recompute=way.recompute, attention=attention,
         dropout=options.dropout, overhead=constants.memory_gb * GB, trained=trained,
-        late=options.stack == "jax" and count == 1, logit_bytes=LOGITS[options.stack],
+        late=options.stack == "jax" and count == 1, stack=options.stack,
+        feedback=narrow.kept if narrow else 0.0,
     )  # fmt: skip
     return sum(used.values()) <= options.memory * device.hbm_bytes
+
+
+@lru_cache(maxsize=256)
+def _unfused(
+    model: ModelConfig, seq: int, recompute: str, dtype: str, attention: str, device: Device
+) -> float:
+    """What a layer of the traced step keeps, over what it keeps where all that can be is fused."""
+    one, alone = ParallelConfig(), Level("device", 1, Link("switch", 1.0))
+    cluster = Cluster(device.name, device, (alone,))
+    job = Job(model, one, cluster, 1, seq, recompute, dtype, attention, "jax")
+    return job.body().saved / saved_per_layer(model, 1, seq, one, recompute, attention)
 
 
 @lru_cache(maxsize=256)
@@ -188,7 +214,7 @@ def best_ways(
             bare.add(same)
         fitting[Key(p.tp, p.cp, p.ep, way.micro, way.recompute)].append(way)
     scored = {
-        key: min(_score(model, cluster, way, options) for way in some)
+        key: min(rough_seconds(model, cluster, *way, options) for way in some)
         for key, some in fitting.items()
     }
     found: list[Priced] = []
@@ -211,25 +237,38 @@ def best_ways(
             f"{options.memory * device.hbm_bytes / GB:.3g} GB per device with batch="
             f"{options.batch}, seq={options.seq}: take more or larger devices"
         )
+    found += _with_other_schedules(model, cluster, options, found)
     return sorted(found, key=lambda priced: priced.seconds)
 
 
-def _score(model: ModelConfig, cluster: Cluster, way: Way, options: Options) -> float:
-    """Seconds, very roughly: work, the bubble, traffic of tp inside and of dp across nodes."""
-    p, device = way.parallel, cluster.device
-    n = cluster.num_devices
-    work = flops.training(model, options.batch, options.seq).total
-    work *= 4 / 3 if way.recompute == "full" else 1.0
-    rate = device.flops(options.dtype or dtype_for(device)) * device.achievable
-    fabric, network = cluster.levels[-1].link.bandwidth, cluster.levels[0].link.bandwidth
-    m = options.batch // (p.dp * way.micro)
-    tokens = options.batch * options.seq / (p.dp * p.cp)
-    layers = model.layers / p.pp
-    traffic = 8 * 2 * tokens * model.hidden * layers * (1 - 1 / p.tp) / fabric
-    size = model.parameters / (p.tp * p.pp)
-    shared = (2 + 4 + (4 * m if p.zero == 3 else 0)) * size * (1 - 1 / (p.dp * p.cp))
-    small = 1 + 0.1 / way.micro  # few tokens at a time make small kernels
-    return (work / (n * rate) * small + traffic) * (1 + (p.pp - 1) / m) + 0.5 * shared / network
+def _with_other_schedules(
+    model: ModelConfig, cluster: Cluster, options: Options, found: Sequence[Priced]
+) -> list[Priced]:
+    """The pipelines among what was found under other schedules, those that may come out first.
+
+    A schedule takes the bubble away at best, and no memory: what 1F1B does not fit none does, and
+    what is slower than the best even without its bubble and transfers needs no look.
+    """
+
+    def least(priced: Priced) -> float:
+        return priced.seconds - priced.parts.get("bubble", 0.0) - priced.parts.get("pp", 0.0)
+
+    best = min(priced.seconds for priced in found)
+    more: list[Priced] = []
+    for plain in sorted((x for x in found if x.parallel.pp > 1), key=least):
+        if least(plain) >= best:
+            break
+        for name, chunks in schedules_for(
+            model.layers, plain.parallel.pp, plain.micro_batches, options.schedules
+        ):
+            priced = price(
+                model, replace(plain.parallel, schedule=name, chunks=chunks), cluster,
+                micro_batch=plain.micro_batch, recompute=plain.recompute, **options.keywords(),
+            )  # fmt: skip
+            if priced.fits:
+                more.append(priced)
+                best = min(best, priced.seconds)
+    return more
 
 
 # -- how many devices ------------------------------------------------------------------------------

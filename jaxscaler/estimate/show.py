@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from jaxscaler.estimate.compression import Compared
 from jaxscaler.estimate.inference import Served
 from jaxscaler.estimate.price import Priced
 from jaxscaler.estimate.search import family
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from jaxscaler.estimate.estimate import Estimate
 
 WAYS = 5  # of the chosen devices that are listed
+OPEN = 0.02  # share of exposed reduction from which a table says what narrower gradients bring
 
 
 def show(estimate: Estimate, console: Console | None = None) -> None:
@@ -29,6 +31,9 @@ def show(estimate: Estimate, console: Console | None = None) -> None:
     console.print(table)
     console.print(parts_table("memory of a device", best.memory, 1e9, "GB", best.memory_limit))
     console.print(parts_table("a step", best.parts, 1.0, "s"))
+    narrowed = estimate.compression
+    if narrowed and (estimate.options.compress or _open_share(narrowed.plain) > OPEN):
+        console.print(compression_table(narrowed))
     if len(estimate.runs) > 1:
         console.print(scaling_table(estimate))
     if len(estimate.ways) > 1:
@@ -78,6 +83,26 @@ def parts_table(
     for part, value in sorted(parts.items(), key=lambda item: -item[1]):
         table.add_row(part, f"{value / unit:.3g}", f"{value / whole:.1%}")
     table.add_row("sum", f"{whole / unit:.4g}", f"of {limit / unit:.4g}" if limit else "")
+    return table
+
+
+def _open_share(priced: Priced) -> float:
+    return priced.parts.get("dp", 0.0) / priced.seconds
+
+
+def compression_table(found: Compared) -> Table:
+    """What narrower gradients bring to the chosen way."""
+    table = Table(title="gradients as they are reduced")
+    for column in ("", "step", "exposed", "hidden", "quantising", "error kept", "fits"):
+        table.add_column(column, justify="right" if column else "left")
+    for name, x in ({"": found.plain} | dict(found.narrowed)).items():
+        mark = " *" if name == found.worth else ""
+        table.add_row(
+            f"{name or 'as they are'}{mark}", f"{x.seconds:.4g} s",
+            f"{x.parts.get('dp', 0.0):.3g} s", f"{x.hidden:.3g} s",
+            f"{x.parts.get('compress', 0.0):.3g} s",
+            f"{x.memory.get('error feedback', 0.0) / 1e9:.3g} GB", "yes" if x.fits else "no",
+        )  # fmt: skip
     return table
 
 
@@ -165,6 +190,7 @@ def as_data(estimate: Estimate) -> dict[str, Any]:
         "knee": estimate.knee, "chosen": run(estimate.chosen), "why": estimate.why,
         "scaling": [run(x) for x in estimate.runs],
         "ways": [priced_data(x) for x in estimate.ways],
+        "compression": None if estimate.compression is None else estimate.compression.to_dict(),
         "tflops": dict(zip(("floor", "expected", "most"), estimate.tflops)),
         "notes": list(estimate.notes), "explain": [asdict(line) for line in estimate.explain()],
     }  # fmt: skip

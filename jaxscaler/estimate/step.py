@@ -28,10 +28,11 @@ from jaxscaler.estimate.body import (
     Part,
     body_of,
 )
+from jaxscaler.estimate.compression import Compression
 from jaxscaler.estimate.config import ModelConfig, padded_vocab
 from jaxscaler.estimate.constants import Constants
-from jaxscaler.estimate.memory import BYTES, StageSize, local_parameters, stages_of
-from jaxscaler.estimate.parallel import ParallelConfig, axes_of, level_of
+from jaxscaler.estimate.memory import BYTES, SOFTWARE, StageSize, local_parameters, stages_of
+from jaxscaler.estimate.parallel import ParallelConfig, axes_of, level_of, over_trees
 from jaxscaler.estimate.template import Task
 from jaxscaler.graph.ir import BACKWARD, FORWARD
 
@@ -111,12 +112,14 @@ class Step:
     gradient_bytes: float
     update_traffic: float
     trained: float = 1.0  # share of the parameters that are
+    compress: Compression | None = None  # of gradients, where they are reduced
 
     def __post_init__(self) -> None:
         p = self.job.parallel
         self.stages = stages_of(self.job.model.layers, p.pp)
         axes = self.job.axes(dp=p.dp // p.ep, ep=p.ep, cp=p.cp)
         self.levels = {name: level_of(axis) for name, axis in axes.items() if axis.size > 1}
+        self.trees = {name: over_trees(axis) for name, axis in axes.items() if axis.size > 1}
         self.pp_axis = axes["pp"]
         self.speed = {"fabric": self.constants.fabric, "network": self.constants.network}
 
@@ -132,13 +135,16 @@ class Step:
         c = self.constants
         if part.kind not in COMPUTE_KINDS:
             axis = part.kind.split(":")[0].split(",")[0]
-            return {axis: part.seconds / self.speed[self.level(part.kind)]}
+            seconds = part.seconds / self.speed[self.level(part.kind)]
+            if part.kind.endswith(":all_reduce") and axis in self.trees:
+                seconds *= self.trees[axis]
+            return {axis: seconds}
         seconds = part.seconds
         if part.kind == MATMUL and self.job.dtype == "float8":
             device = self.job.cluster.device
             seconds *= device.flops(self.dtype) / device.flops("float8_e4m3fn")
         share = {MATMUL: c.matmul, SCORES: c.attention, VECTOR: c.vector}[part.kind]
-        seconds *= 1 + c.wave * 1e6 * part.depth / part.flops if part.depth else 1
+        seconds *= 1 + c.wave * part.tail / part.flops if part.tail else 1
         return {part.kind: seconds / share, "launch": part.runs * c.launch_us * 1e-6}
 
     @property
@@ -187,8 +193,8 @@ class Step:
         if p.pp > 1:
             parts |= self.pipeline(stages, totals[slowest])
         forward, backward = (_sum(stages[slowest][phase]) for phase in (FORWARD, BACKWARD))
-        exposed, hidden, update, shared = self.replicas(slowest, forward, backward)
-        parts["dp"], parts["update"] = exposed, update
+        exposed, hidden, update, narrowing, shared = self.replicas(slowest, forward, backward)
+        parts["dp"], parts["update"], parts["compress"] = exposed, update, narrowing
         return {k: v for k, v in parts.items() if v}, hidden, shared
 
     def pipeline(self, stages, slowest: float) -> dict[str, float]:
@@ -219,9 +225,9 @@ class Step:
 
     def replicas(
         self, slowest: int, forward: float, backward: float
-    ) -> tuple[float, float, float, dict[str, float]]:
+    ) -> tuple[float, float, float, float, dict[str, float]]:
         """(exposed seconds of communication between replicas, hidden ones, seconds of the update,
-        communication by level before constants)."""
+        of narrowing gradients, communication by level before constants)."""
         p, m = self.job.parallel, self.micro_batches
         stage = self.stages[slowest]
         local = local_parameters(self.body.leaves, self.job.model, stage, p.pp)
@@ -233,9 +239,22 @@ class Step:
                 return 0.0
             pieces = max(1, stage.layers)
             once = float(collective_time(kind, axis, elements * nbytes / pieces)) * pieces * times
+            once *= over_trees(axis) if kind == "all_reduce" else 1.0
             level = level_of(axis)
             shared[level] = shared.get(level, 0.0) + once
             return once / self.speed[level]
+
+        streamed = 0.0  # bytes that compression takes through memory
+
+        def reduce(kind: str, axis: Axis, elements: float, times: int = 1) -> float:
+            nonlocal streamed
+            if self.compress is None:
+                return run(kind, axis, elements, self.gradient_bytes, times)
+            if axis.size == 1:
+                return 0.0
+            passes, nbytes = self.compress.passes(kind, axis)
+            streamed += nbytes * elements * times
+            return sum(run(x.collective, x.axis, elements, x.nbytes, times) for x in passes)
 
         reduced = gathered = 0.0
         per_micro = m if p.zero >= 2 else 1
@@ -249,10 +268,10 @@ class Step:
             learned = self.trained * elements
             if p.zero == 0:
                 whole = self.job.axes(all=copies, other=p.dp * p.cp // copies)["all"]
-                reduced += run("all_reduce", whole, learned, self.gradient_bytes)
+                reduced += reduce("all_reduce", whole, learned)
                 continue
-            reduced += run("reduce_scatter", shard, learned, self.gradient_bytes, per_micro)
-            reduced += run("all_reduce", replica, learned / shards, self.gradient_bytes)
+            reduced += reduce("reduce_scatter", shard, learned, per_micro)
+            reduced += reduce("all_reduce", replica, learned / shards)
             kept = BYTES[self.dtype]
             if p.zero == 3:
                 gathered += run("all_gather", shard, elements, kept, 2 * m)
@@ -266,7 +285,7 @@ class Step:
             spans = [(gathered + reduced, m * (forward + backward))]
         else:  # before the first micro-batch's layers, after the last one's
             spans = [(gathered, forward), (reduced, per_micro * backward)]
-        share = self.constants.hidden
+        share = self.constants.hidden if SOFTWARE[self.job.stack].overlaps else 0.0
         exposed = hidden = 0.0
         for seconds, beside in spans:
             open_ = max((1 - share) * seconds, seconds - share * beside)
@@ -274,7 +293,7 @@ class Step:
         dense = local.dense / (p.shards if p.zero else 1)
         expert = local.expert / (max(1, p.shards // p.ep) if p.zero else 1)
         update = self.trained * (dense + expert) * self.update_traffic / self.rate()
-        return exposed, hidden, update, shared
+        return exposed, hidden, update, streamed / self.rate(), shared
 
 
 def _sum(parts: Mapping[str, float]) -> float:

@@ -1,7 +1,8 @@
 """A model traced once, and its graph at any batch.
 
-The model of `models/` is traced with prime numbers for the batch and the layers: a dim that such a
-prime divides is the batch's (or the layers'), so the graph is brought to any batch by arithmetic.
+The model of `models/` is traced with prime numbers for the batch, the layers and the vocabulary: a
+dim that such a prime divides is the batch's (or …), so the graph is brought to any batch, and to a
+table with any padding, by arithmetic.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from jaxscaler.space.problem import Model, model
 from jaxscaler.trace import trace
 
 PRIMES = (509, 521, 523, 541, 547, 557, 563, 569, 571, 577, 587, 593)
+TABLES = (65537, 65539, 65543, 65551)  # primes that stand for a vocabulary
 TP_DIM, HIDDEN, EXPERT, BUCKET = "model", "hidden", "expert", "bucket"
 
 # What each dim of a parameter is, by its path: split by tp, by ep, or by neither.
@@ -100,6 +102,7 @@ class Template:
     lives: Lives
     batch: int  # the prime that stands for it
     layers: int
+    vocab: int
     in_layer: tuple[bool, ...]  # per op
     edge_in_layer: tuple[bool, ...]
 
@@ -108,18 +111,48 @@ def _family(config: ModelConfig) -> str:
     return "llama" if config.family == "moe" else config.family
 
 
-@lru_cache(maxsize=64)
 def template_of(task: Task, cp: bool, vendor: str) -> Template:
+    """The task traced, whatever its vocabulary. cp: queries may be split."""
+    return _template(replace(task, vocab=0), cp, vendor)
+
+
+@lru_cache(maxsize=64)
+def _template(task: Task, cp: bool, vendor: str) -> Template:
+    graph, batch, layers, vocab = _traced(replace(task, weights=""))
+    if task.weights:
+        graph = _read_as(graph, task.weights)
+    if cp:
+        graph = _queries_apart(graph)
+    folded = fold(graph, merge=False)
+    named = {
+        (v, d): name
+        for v in graph.inputs
+        if graph.values[v].role == ir.PARAMETER
+        for d, name in enumerate(dims_of(task.model, graph.values[v].path))
+        if name
+    }
+    space = build_space(graph, folded, factor_labels(graph, folded, named))
+    return Template(
+        graph, folded, space, live_buffers(graph, folded, rules_for(vendor)), batch, layers, vocab,
+        tuple(op.repeat % layers == 0 for op in graph.ops),
+        tuple(edge.times % layers == 0 for edge in space.edges),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def _traced(task: Task) -> tuple[ir.OpGraph, int, int, int]:
+    """(the graph, the primes in it for batch, layers and vocabulary)."""
     import optax
 
     config = task.model
     taken = (
-        config.hidden, config.heads, task.kv_heads, config.head_size, config.ffn, task.vocab,
-        config.context, task.seq, config.experts or 1,
+        config.hidden, config.heads, task.kv_heads, config.head_size, config.ffn, config.context,
+        task.seq, config.experts or 1,
     )  # fmt: skip
     batch, layers = [p for p in PRIMES if all(n % p for n in taken)][:2]
+    vocab = next(p for p in TABLES if all(n % p for n in taken))
     options = config.workload_options(layers, task.kv_heads)
-    options |= {"vocab": task.vocab, "context": max(config.context, task.seq)}
+    options |= {"vocab": vocab, "context": max(config.context, task.seq)}
     options["remat"] = task.recompute == "full"
     if config.family != "t5":  # which has neither kernels nor remat of its attention
         options["attention"] = "xla" if task.attention == "unfused" else "flash"
@@ -141,25 +174,7 @@ def template_of(task: Task, cp: bool, vendor: str) -> Template:
 
         traced = trace(infer, params, work.batch["inputs"])
         traced = replace(traced, roles=(("params/*", ir.PARAMETER), ("tokens", ir.BATCH)))
-    graph = build(traced)
-    if task.weights:
-        graph = _read_as(graph, task.weights)
-    if cp:
-        graph = _queries_apart(graph)
-    folded = fold(graph, merge=False)
-    named = {
-        (v, d): name
-        for v in graph.inputs
-        if graph.values[v].role == ir.PARAMETER
-        for d, name in enumerate(dims_of(config, graph.values[v].path))
-        if name
-    }
-    space = build_space(graph, folded, factor_labels(graph, folded, named))
-    return Template(
-        graph, folded, space, live_buffers(graph, folded, rules_for(vendor)), batch, layers,
-        tuple(op.repeat % layers == 0 for op in graph.ops),
-        tuple(edge.times % layers == 0 for edge in space.edges),
-    )  # fmt: skip
+    return build(traced), batch, layers, vocab
 
 
 def dims_of(config: ModelConfig, path: str) -> tuple[str | None, ...]:
@@ -205,18 +220,19 @@ def _queries_apart(graph: ir.OpGraph) -> ir.OpGraph:
 
 
 class Sized:
-    """A template's numbers with a batch in place of one prime, and one layer for the other."""
+    """A template's numbers with batch and vocabulary in place of their primes, and one layer."""
 
-    def __init__(self, template: Template, batch: int):
-        self.template, self.batch = template, batch
+    def __init__(self, template: Template, batch: int, vocab: int):
+        t = template
+        self.template, self.instead = t, ((t.batch, batch), (t.layers, 1), (t.vocab, vocab))
 
     def number(self, n: int) -> int:
-        times = 0
-        while n % self.template.batch == 0 and n:
-            n, times = n // self.template.batch, times + 1
-        while n % self.template.layers == 0 and n:
-            n //= self.template.layers
-        return n * self.batch**times
+        for prime, instead in self.instead:
+            times = 0
+            while n % prime == 0 and n:
+                n, times = n // prime, times + 1
+            n *= instead**times
+        return n
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(map(self.number, shape))

@@ -78,6 +78,8 @@ def estimate_step(
     if price_per_hour is not None and not 0 < price_per_hour < float("inf"):
         raise ConfigError(f"price_per_hour={price_per_hour!r}: a number above 0")
     plan = plan_step(step, *args, cluster=cluster, cache=False, **options)
+    if not isinstance(plan, Plan):
+        raise ConfigError("pipelines=True: a step is estimated by a plan without stages")
     found = Cluster.from_dict(plan.cluster)
     assert plan.step is not None
     graph = plan.step.graph

@@ -352,6 +352,7 @@ class _Builder:
             constants=tuple(self.constants), loops=tuple(self.loops),
             regions=tuple(self.regions), annotations=tuple(self.annotations),
             barriers=tuple(self.barriers), notes=tuple(self.notes),
+            under_way=self.traced.under_way,
         )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxscaler.errors import TraceError
-from jaxscaler.graph.ir import BACKWARD, FORWARD, UPDATE, OpGraph
+from jaxscaler.graph.ir import BACKWARD, FORWARD, UPDATE, Op, OpGraph
 
 WINDOW = 12  # equal kinds in a row that suggest a repeat
 ROUNDS = 8  # longest chain from an input through an update to the gradient it belongs to
@@ -75,7 +75,7 @@ def _value_classes(graph: OpGraph, leaves, leaf_colors, op_class: np.ndarray) ->
 
 
 def _sequence(graph: OpGraph) -> np.ndarray:
-    """One number per op: kind, phase and module path with its digits dropped.
+    """One number per op: kind, phase, module path with its digits dropped, whether it runs again.
 
     Update ops get numbers of their own: their order follows the pytree's, not the layers'.
     """
@@ -89,8 +89,14 @@ def _sequence(graph: OpGraph) -> np.ndarray:
         scope = scopes.get(op.scope)
         if scope is None:
             scope = scopes[op.scope] = _DIGITS.sub("#", op.scope)
-        out[i] = codes.setdefault((op.kind, op.phase, scope, op.repeat), len(codes))
+        key = op.kind, op.phase, scope, op.repeat, runs_again(op)
+        out[i] = codes.setdefault(key, len(codes))
     return np.unique(out, return_inverse=True)[1]
+
+
+def runs_again(op: Op) -> bool:
+    """Whether an op makes in the backward pass what the forward pass made before."""
+    return op.origin is not None and op.origin.again
 
 
 def _layers(sequence: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -166,6 +172,7 @@ def _refine(graph: OpGraph, leaves: Sequence[int], anchors: np.ndarray):
     base = kind_codes[[op.kind for op in graph.ops]]
     base = base * np.array([phases[op.phase] for op in graph.ops], np.uint64)
     base = base + np.array([op.repeat for op in graph.ops], np.uint64)
+    base[[runs_again(op) for op in graph.ops]] += np.uint64(1 << 60)
     made_by, result = graph.makers.T.copy()
     position = made_by  # value -> node: ops, then leaves
     position[list(leaves)] = np.arange(n, n + len(leaves))

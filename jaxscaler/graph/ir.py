@@ -9,7 +9,7 @@ no special case for control flow. `Op.key` says where the equation stands in the
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -117,6 +117,15 @@ class Origin(NamedTuple):
     again: bool = False
 
 
+@cache
+def dtype_bytes(dtype: str) -> float:
+    """Bytes per element by dtype name ("bfloat16", "int4", "bool", "key<fry>" …)."""
+    digits = "".join(c for c in dtype.split("_")[0] if c.isdigit())  # float8_e4m3fn -> 8
+    if digits:
+        return int(digits) / 8
+    return 1.0 if dtype == "bool" else 8.0  # a random key is two words
+
+
 class Op(NamedTuple):
     """One equation. `inputs` and `outputs` are value ids; -1 stands for a literal."""
 
@@ -191,6 +200,7 @@ class OpGraph:
     annotations: tuple[Annotation, ...] = ()
     barriers: tuple[Barrier, ...] = ()
     notes: tuple[str, ...] = field(default=())  # what a user should know (unknown ops, …)
+    under_way: float = 1.0  # times that what `waits` is in memory at once: see `Traced`
 
     @cached_property
     def reads(self) -> np.ndarray:
@@ -206,6 +216,16 @@ class OpGraph:
         at = np.array(made, np.int64).reshape(-1, 3)
         found[at[:, 0]] = at[:, 1:]
         return found
+
+    def waits(self, value: int, last: int) -> bool:
+        """Whether a value, whose last reader is op `last`, is a micro-batch's and waits for its
+        backward pass: made forward in a loop, or received from another stage."""
+        if last >= len(self.ops) or self.ops[last].phase != BACKWARD or self.ops[last].repeat == 1:
+            return False
+        maker = int(self.makers[value, 0])
+        if maker < 0:
+            return self.values[value].role == BATCH
+        return self.ops[maker].phase == FORWARD and self.ops[maker].repeat > 1
 
     def verify(self) -> None:
         """Raise AssertionError unless the graph is well formed."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from itertools import count
 from typing import Any, overload
 
 import jax
@@ -139,7 +141,60 @@ def _run(kernel: Kernel, *args: Any) -> tuple:
     return made
 
 
-_primitive = _compat.new_kernel_primitive(PRIMITIVE, _run)
+@cache  # equal equations have one kernel
+def _batched(kernel: Kernel, mapped: tuple[bool, ...]) -> Kernel:
+    """`kernel` under `vmap`: a factor more, outside of all dims of what is mapped and of results.
+
+    Its price is a run's, times the runs. ConstraintError for a rule with leading dims "...".
+    """
+    parsed = kernel.parsed
+    operands, results = parsed.operand_mappings, parsed.result_mappings
+    names = {
+        name
+        for mapping in (*operands, *results)
+        for dim in mapping
+        for name in ([dim] if isinstance(dim, str) else dim)
+    }
+    if any(name.startswith("…") for name in names):
+        raise ConstraintError(
+            f"kernel {kernel.name!r} is batched (vmap, or lanes of a loop), and its rule "
+            f"{kernel.text!r} leaves leading dims open: name them"
+        )
+    lane = next(name for n in count() if (name := f"lane{n}") not in names)
+
+    def text(mapping: tuple, inside: bool) -> str:
+        return " ".join([lane] * inside + [_dim_text(dim) for dim in mapping])
+
+    rule = (
+        f"{', '.join(map(text, operands, mapped))} -> "
+        f"{', '.join(text(mapping, True) for mapping in results)}"
+    )
+    special = {
+        kind: getattr(parsed, kind)
+        for kind in ("reduction_factors", "need_replication_factors", "permutation_factors")
+    }
+
+    def times(what: Count) -> Count:
+        if what is None:
+            return None
+
+        def of_all(*types: jax.ShapeDtypeStruct) -> float:
+            lanes = next(t.shape[0] for t, inside in zip(types, mapped) if inside)
+            one = [
+                jax.ShapeDtypeStruct(t.shape[1:], t.dtype) if inside else t
+                for t, inside in zip(types, mapped)
+            ]
+            return lanes * (float(what(*one)) if callable(what) else float(what))
+
+        return of_all
+
+    made = _compat.parse_sharding_rule(rule, **special, **parsed.factor_sizes)
+    assert kernel.function is not None
+    run = jax.vmap(kernel.function, in_axes=tuple(0 if inside else None for inside in mapped))
+    return Kernel(kernel.name, rule, made, times(kernel.flops), times(kernel.nbytes), run)
+
+
+_primitive = _compat.new_kernel_primitive(PRIMITIVE, _run, _batched)
 
 
 # --- reading and checking rules ---------------------------------------------------------------

@@ -23,13 +23,13 @@ from jaxscaler.program import ALL, ANY, SAME_DEVICE, Line, Ops, Split, Statement
 from jaxscaler.rewrite.accumulate import batch_division
 from jaxscaler.rewrite.candidates import Candidate, candidates
 from jaxscaler.rewrite.changes import Accumulate, Change, Segment
+from jaxscaler.space.selected import Equations, equations, runs
 from jaxscaler.space.subjects import Subjects
 from jaxscaler.trace import Traced
 
 PARTS = (2, 4, 8, 16)  # numbers that are tried where a line, or nobody, says one
 ASKED = 12  # programs that are planned for them
 FACTORS = 3  # that are tried where a line says ANY
-Equations = frozenset[tuple[int, tuple[int, ...]]]  # (loss, key)
 
 
 def loop_lines(program: Sequence[Statement]) -> tuple[tuple[Line, ...], tuple[Statement, ...]]:
@@ -102,7 +102,7 @@ class Asked:
             raise _refused(line, "it selects no op of the forward pass of a marked loss")
         named = None if names == ANY else self._named(names)
         groups: dict[tuple[Segment, ...], list[Candidate]] = defaultdict(list)
-        for candidate in candidates(self.losses, runs, named, tails=False):
+        for candidate in candidates(self.losses, runs, named, free=False):
             around = (next(r for r in runs if _within(s, r)) for s in candidate.segments)
             groups[tuple(around)].append(candidate)
         reached = {run for group in groups for run in group}
@@ -132,35 +132,20 @@ class Asked:
     def equations(self, line: Line) -> Equations:
         """Equations of the forward pass whose ops a line selects."""
         assert isinstance(line.subject, Ops)
-        found = set()
-        for o in self.subjects.ops(line.subject):
-            op = self.graph.ops[o]
-            if op.phase == FORWARD and op.origin is not None and not op.origin.again:
-                found.add((op.origin.loss, op.origin.key))
-        return frozenset(found)
+        return equations(self.subjects, line.subject)
 
     def runs(self, line: Line) -> list[Segment]:
         """The stretches of equations that a line selects without a gap; each is one loop."""
-        selected = self.equations(line)
-        bodies: dict[tuple, set[int]] = defaultdict(set)  # all equations of the forward pass
-        heavy = set()
-        for op in self.graph.ops:
-            if op.origin is not None and op.phase == FORWARD and not op.origin.again:
-                loss, key, _ = op.origin
-                bodies[loss, key[:-1]].add(key[-1])
-                if "heavy" in self.graph.kinds[op.kind].traits:
-                    heavy.add((loss, key))
-        found = []
-        for (loss, inside), indices in sorted(bodies.items()):
-            run: list[int] = []
-            for i in (*sorted(indices), None):
-                if i is not None and (loss, (*inside, i)) in selected:
-                    run.append(i)
-                    continue
-                if any((loss, (*inside, j)) in heavy for j in run):
-                    found.append(Segment(loss, run[0], run[-1], inside))
-                run = []
-        return found
+        heavy = {
+            (op.origin.loss, op.origin.key)
+            for op in self.graph.ops
+            if op.origin is not None and "heavy" in self.graph.kinds[op.kind].traits
+        }
+        return [
+            run
+            for run in runs(self.graph, self.equations(line))
+            if any((run.loss, (*run.inside, i)) in heavy for i in range(run.first, run.last + 1))
+        ]
 
     def _named(self, names: Any) -> Any:
         """(segment, equation in its body, operand, dim) -> whether that is a factor so named."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import numpy as np
@@ -12,22 +12,25 @@ from jaxscaler.cluster.mesh import Mesh
 from jaxscaler.cost.memory import Rules, buffers
 from jaxscaler.errors import ConstraintError
 from jaxscaler.graph.ir import FORWARD, OpGraph
-from jaxscaler.loops.options import Pick
+from jaxscaler.loops.asked import PARTS
+from jaxscaler.loops.options import Option, Pick
 from jaxscaler.replan import Again
-from jaxscaler.report.show import size_text
 from jaxscaler.search import ENOUGH
 from jaxscaler.solve import solve
-from jaxscaler.solve.evaluate import profile_of
+from jaxscaler.solve.evaluate import evaluate, profile_of, usage_profile
+from jaxscaler.solve.problem import StrategyProblem
 from jaxscaler.solve.shared import screen
+from jaxscaler.space.again import Recomputation
 from jaxscaler.space.loops import Looped, Reach, divisible, reach, with_loops
 from jaxscaler.space.nodes import Node
 from jaxscaler.space.price import Tabled, tabulate
 from jaxscaler.space.problem import Model, Priced, tensor_bytes
-from jaxscaler.space.recompute import Recomputation
 from jaxscaler.why import Session
 
 BETTER = 0.995  # of the best plan's seconds, which a loop must reach to be kept
-SCREEN, SEARCH = (0.1, 0.5), 2.0  # work of bounding an estimate, and of searching it
+SCREEN = (0.1, 0.5)  # work of bounding an estimate
+SEARCH, GUESS = (2.0, ENOUGH), (0.5, 0.05)  # work and gap of searching it, in more memory too
+LEVELS = (1.0, 1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0)  # times the memory
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,13 @@ class View:
                 parts |= dict.fromkeys(found.values, loop.parts)
         return self.again.on(model, self.session.cluster.device.vendor, never, parts)
 
+    def parts(self, option: Option, picks: Sequence[Pick]) -> int:
+        """The most parts of an option beside loops that cut the same dims; 1: there is none."""
+        cut = self.reach(Pick(option, option.most)).cut.items()
+        others = (p for p in picks if cut & self.reach(p).cut.items())
+        taken = prod(p.parts for p in others)
+        return max((n for n in PARTS if option.size % (n * taken) == 0), default=1)
+
     def reach(self, pick: Pick) -> Reach:
         key = id(pick.option), pick.first
         if key not in self.loops:
@@ -71,35 +81,50 @@ class View:
 class Estimate:
     """A plan with loops as it is priced before they are traced.
 
-    seconds: None where none fits. need: bytes that no plan goes below, by each node alone.
-    price: per row of memory, what a byte less in it is worth, relative.
+    level: of `LEVELS`, by which the memory was multiplied to find one; inf: none was found. cost:
+    its seconds. used: its bytes on a device. over: by how many it is over the memory, added up over
+    the rows of memory. price: per row, what a byte less in it is worth, relative.
     """
 
     priced: Priced | None
     what: Recomputation | None
     choice: np.ndarray | None
-    seconds: float | None
-    need: float
+    level: float
+    cost: float
+    used: float
+    over: float
     price: np.ndarray
 
+    @property
+    def seconds(self) -> float | None:
+        """Of the plan, if it fits."""
+        return self.cost if self.level == 1 else None
+
     def __str__(self) -> str:
-        if self.seconds is None:
-            return f"does not fit, {size_text(self.need)} at least"
-        return f"{self.seconds:.4g} s"
+        if self.level == np.inf:
+            return "does not fit"
+        some = "" if self.level == 1 else f" in {self.level:g} times the memory"
+        return f"{self.cost:.4g} s{some}"
 
     def better_than(self, other: Estimate) -> bool:
-        if self.seconds is None or other.seconds is None:
-            fits = self.seconds is not None
-            return fits or (other.seconds is None and self.need < 0.99 * other.need)
-        return self.seconds < BETTER * other.seconds
+        if self.level != other.level:
+            return self.level < other.level
+        if self.level == 1:
+            return self.cost < BETTER * other.cost
+        return self.over < 0.99 * other.over
 
 
-def estimated(view: View, mesh: Mesh, picks: Sequence[Pick], share: float = 1.0) -> Estimate:
-    """The best plan on a mesh with these loops, for counted work, in a share of the memory."""
+def estimated(
+    view: View, mesh: Mesh, picks: Sequence[Pick], share: float = 1.0, most: float = np.inf
+) -> Estimate:
+    """The best plan on a mesh with these loops, for counted work, in a share of the memory.
+
+    Where none fits: in the least multiple of it, up to `most`, in which there is one.
+    """
     session = view.session
     model, what = view.with_loops(picks)
     variant = next(v for v in session.variants(session.bind(session.program)) if v.mesh == mesh)
-    device, limit = session.cluster.device, int(share * session.limit)
+    device, limit = session.cluster.device, share * session.limit
     divides = divisible(model, view.covered(picks))
 
     def keep(node: Node, rows: np.ndarray, mesh: Mesh) -> np.ndarray:
@@ -108,30 +133,56 @@ def estimated(view: View, mesh: Mesh, picks: Sequence[Pick], share: float = 1.0)
             raise ConstraintError(f"{node.name}: the program cuts it more often than a part of it")
         return mask
 
-    rows_of_memory = max(len(model.lives.moment), 1)
+    rows = max(len(model.lives.moment), 1)
+    nothing = Estimate(None, what, None, np.inf, np.inf, np.inf, np.inf, np.zeros(rows))
     try:
-        tabled = tabulate(model, mesh, device, limit, keep)
+        tabled = tabulate(model, mesh, device, None, keep)
     except ConstraintError:
-        return Estimate(None, what, None, None, float("inf"), np.zeros(rows_of_memory))
-    shared, ptr = tabled.shared, tabled.shared.rest.node_ptr
-    screened = screen(shared, work=SCREEN[0], most=SCREEN[1])
-    need, rows, least = _least(tabled)
-    choice, seconds = None, None
-    alive = screened.alive(None)
-    if np.logical_or.reduceat(alive, ptr[:-1]).all() and need <= limit:
-        kept = np.flatnonzero(alive)
-        part = shared.restricted(alive).whole()
-        found = solve(part, work_limit=SEARCH, gap=ENOUGH)
-        if found.choice is not None and found.cost is not None:
-            choice = kept[part.node_ptr[:-1] + found.choice] - ptr[:-1]
-            seconds = found.cost * tabled.unit
-    price = np.zeros(rows_of_memory + 1)
-    if seconds is None and need > limit:
-        price[:-1] = _over(rows, least, limit - model.fixed_bytes, len(price) - 1)
-    else:
-        for row, worth in screened.prices.items():
+        return nothing
+    need = _least(tabled)
+    levels = [x for x in LEVELS if x <= most and need <= x * limit]
+    prices: Mapping[int, float] = {}
+    best: tuple[float, np.ndarray, float] | None = None
+    at = 0  # the least level first, then by halves
+    low, high = -1, len(levels)
+    while high - low > 1:
+        usage = int(levels[at] * limit) - model.fixed_bytes
+        work = SEARCH if at == 0 else GUESS
+        choice, cost, prices = _solved(tabled, usage, prices, work)
+        if choice is None:
+            low = at
+        else:
+            best, high = (levels[at], choice, cost), at
+        at = (low + high) // 2
+    if best is None:
+        return nothing
+    level, choice, cost = best
+    priced, price = tabled.priced(), np.zeros(rows + 1)
+    used = float(evaluate(priced.problem, choice)[1]) + model.fixed_bytes
+    if level == 1:
+        for row, worth in prices.items():
             price[row] = worth
-    return Estimate(tabled.priced(), what, choice, seconds, need, price[:-1])
+    else:
+        price[:-1] = _over(priced.problem, choice, limit - model.fixed_bytes, rows)
+    return Estimate(priced, what, choice, level, cost, used, price.sum(), price[:-1])
+
+
+def _solved(
+    tabled: Tabled, usage: int, prices: Mapping[int, float], work: tuple[float, float]
+) -> tuple[np.ndarray | None, float, Mapping[int, float]]:
+    """(choice, its seconds, the multipliers of the rows of memory) under a limit of usage."""
+    shared, ptr = tabled.shared, tabled.shared.rest.node_ptr
+    shared = replace(shared, rest=replace(shared.rest, usage_limit=usage))
+    screened = screen(shared, work=SCREEN[0], most=SCREEN[1], prices=prices)
+    alive = screened.alive(None)
+    if not np.logical_or.reduceat(alive, ptr[:-1]).all():
+        return None, np.inf, screened.prices
+    part, kept = shared.restricted(alive).whole(), np.flatnonzero(alive)
+    found = solve(part, work_limit=work[0], gap=work[1])
+    if found.choice is None or found.cost is None:
+        return None, np.inf, screened.prices
+    choice = kept[part.node_ptr[:-1] + found.choice] - ptr[:-1]
+    return choice, found.cost * tabled.unit, screened.prices
 
 
 def peak(graph: OpGraph, rules: Rules) -> float:
@@ -148,22 +199,23 @@ def hopeless(view: View) -> bool:
     bound = session.bind(session.program)
     device, limit = session.cluster.device, int(session.limit)
     return all(
-        _least(tabulate(view.model, v.mesh, device, limit, v.keep))[0] > limit
+        _least(tabulate(view.model, v.mesh, device, limit, v.keep)) > limit
         for v in session.variants(bound)
     )
 
 
-def _least(tabled: Tabled) -> tuple[float, np.ndarray, np.ndarray]:
-    """(bytes that no plan goes below, first rows of levels, what each node takes at least there)"""
+def _least(tabled: Tabled) -> float:
+    """Bytes that no plan goes below, by what each node takes at least."""
     rest = tabled.shared.rest
     least = np.minimum.reduceat(rest.usages, rest.usage_ptr[:-1])
-    rows, levels = profile_of(rest.usage_lo, rest.usage_hi, least)
-    return float(levels.max()) + tabled.model.fixed_bytes, rows, levels
+    levels = profile_of(rest.usage_lo, rest.usage_hi, least)[1]
+    return float(levels.max()) + tabled.model.fixed_bytes
 
 
-def _over(rows: np.ndarray, usage: np.ndarray, limit: float, count: int) -> np.ndarray:
-    """Per row by how much a profile (`rows`: first row of each level) is over a limit."""
+def _over(problem: StrategyProblem, choice: np.ndarray, limit: float, count: int) -> np.ndarray:
+    """Per row by how much a choice is over a limit."""
     out = np.zeros(count)
+    rows, usage = usage_profile(problem, choice)
     ends = np.append(rows[1:], count)
     for a, b, used in zip(rows.tolist(), ends.tolist(), usage.tolist()):
         out[a:b] = max(used - limit, 0.0)

@@ -42,8 +42,9 @@ class Option:
         """The loop over so many parts, of the first segments (the last, if negative) or of all."""
         back = first is not None and first < 0
         some = self.cuts[first:] if back else self.cuts[:first]
+        segment = {key: n for n, cuts in enumerate(some) for key in cuts}
         return Looped(
-            parts, self.size, {k: v for cuts in some for k, v in cuts.items()}, self.again
+            parts, self.size, {k: v for cuts in some for k, v in cuts.items()}, self.again, segment
         )
 
 
@@ -126,21 +127,14 @@ def batch_of(graph: OpGraph, loss: int, jaxpr: Any) -> tuple[tuple[int, int], ..
 # -- fewer ------------------------------------------------------------
 
 
-def tries(picks: tuple[Pick, ...]) -> list[tuple[Pick, ...]]:
-    """What to trace in turn: all that was picked, in as many parts as can be, each alone."""
-    found = [picks]
-    for some in (tuple(replace(p, parts=p.option.most) for p in picks), *((p,) for p in picks)):
-        if some not in found:
-            found.append(some)
-    return found
-
-
-def smaller(pick: Pick) -> Iterator[Pick]:
-    """Half of the segments, at either end; then all, in fewer parts, few first."""
+def fewer_segments(pick: Pick) -> Iterator[Pick]:
+    """Half of the segments, at either end."""
     count = len(pick.option.cuts)
     if count > 1:
         yield replace(pick, first=count // 2)
         yield replace(pick, first=-(count // 2))
-    for parts in PARTS:
-        if parts < pick.parts:
-            yield replace(pick, parts=parts)
+
+
+def fewer_parts(pick: Pick) -> Iterator[Pick]:
+    """The same segments in fewer parts, few first."""
+    return (replace(pick, parts=parts) for parts in PARTS if parts < pick.parts)

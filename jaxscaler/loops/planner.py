@@ -17,13 +17,14 @@ from jaxscaler import _compat
 from jaxscaler.cluster.cluster import Cluster
 from jaxscaler.cluster.mesh import Mesh
 from jaxscaler.cost.memory import Rules
-from jaxscaler.errors import InfeasibleError, RewriteError
+from jaxscaler.errors import InfeasibleError, JaxscalerError, RewriteError
 from jaxscaler.graph.build import build
 from jaxscaler.graph.fold import fold
 from jaxscaler.graph.ir import OpGraph
 from jaxscaler.loops.asked import Asked, loop_lines, taken
 from jaxscaler.loops.estimate import BETTER, Estimate, View, estimated, hopeless, peak, ways_of
-from jaxscaler.loops.options import Option, Pick, batch_of, clash, options, smaller, tries
+from jaxscaler.loops.options import Option, Pick, batch_of, options
+from jaxscaler.loops.picking import picked
 from jaxscaler.program import HOST, NOWHERE, Line, Statement
 from jaxscaler.replan import binds, space_of
 from jaxscaler.rewrite.changes import (
@@ -36,19 +37,15 @@ from jaxscaler.rewrite.changes import (
     around,
     overlap,
 )
-from jaxscaler.space.loops import held_bytes
 from jaxscaler.space.recompute import changes_of
 from jaxscaler.space.segments import segmentations
 from jaxscaler.space.subjects import Subjects
 from jaxscaler.trace import Traced
 from jaxscaler.why import Session
 
-MOST = 8  # loops in one plan
-LOOKS = 3  # of the options, the most promising first, that are priced for each
-TRIES = 3  # sets of loops that are traced, but for the first with a share of the memory
-SHRINK = 0.8
+TRIES = 4  # sets of loops that are traced on a mesh, each for less memory than the last
+SHRINK = 0.95  # of what the last was estimated to take, at most
 CUTS = 3  # of a scan, that are tried
-SAME = 1.002  # of the seconds: fewer parts, or segments, that cost so much more are as good
 
 
 def plan_with_loops(
@@ -133,6 +130,7 @@ class _Search:
     best: Any = None
     error: InfeasibleError | None = None
     tried: list[str] = field(default_factory=list)
+    need: float | None = None  # bytes of the step of least memory that does not fit
 
     def __post_init__(self) -> None:
         self.places = tuple(
@@ -146,12 +144,11 @@ class _Search:
         kept: tuple[Pick, ...] = ()
         if found:
             view = self.view
-            for mesh in self.meshes(view):
-                picks, priced = self.picked(view, mesh, found)
-                if picks:
-                    kept = self.traced_best(view, mesh, picks, priced)
-                if self.best is not None:
-                    break
+            ways = self.promising(view, found)
+            for mesh, picks, priced in ways:
+                kept = self.on_mesh(view, mesh, found, picks, priced) or kept
+            if self.best is None:
+                kept = self.searched(view, ways[0][1])
         if self.best is not None:
             self.split_scans()
         return self.answer(kept)
@@ -189,54 +186,21 @@ class _Search:
             ask=lambda session, _: View(session, again),
         )  # fmt: skip
 
-    def meshes(self, view: View) -> tuple[Mesh, ...]:
-        """That of the best plan; where there is none, all, coarse ones first."""
-        if self.best is not None:
-            return (self.best.plan.session.best.priced.mesh,)
-        return view.session.meshes
-
-    # -- before anything is traced -----------------------------------------------------------------
-
-    def picked(
-        self, view: View, mesh: Mesh, found: Sequence[Option]
-    ) -> tuple[tuple[Pick, ...], Estimate]:
-        """The loops that help on a mesh, as it is estimated, and the plan with them."""
+    def promising(
+        self, view: View, found: Sequence[Option]
+    ) -> list[tuple[Mesh, tuple[Pick, ...], Estimate]]:
+        """The mesh of the best plan; where there is none, all, those on which loops are estimated
+        to do best first. With these loops: what serves one mesh serves most others."""
+        known = None if self.best is None else self.best.plan.session.best.priced.mesh
+        ways: list[tuple[Mesh, tuple[Pick, ...], Estimate]] = []
         picks: tuple[Pick, ...] = ()
-        now = estimated(view, mesh, ())
-        while len(picks) < MOST:
-            scored = []
-            for n, option in enumerate(found):
-                if any(clash(p.option, option) for p in picks):
-                    continue
-                pick = Pick(option, option.most)
-                worth = held_bytes(view.model, view.reach(pick), now.price)
-                if worth > 0:
-                    scored.append((-worth, n, pick))
-            for _, _, pick in sorted(scored)[:LOOKS]:
-                then = estimated(view, mesh, (*picks, pick))
-                self.say("loops", f"{pick}, estimated: {then}")
-                if then.better_than(now):
-                    picks, now = (*picks, pick), then
-                    break
-            else:
-                break
-        return self.fewer(view, mesh, picks, now)
-
-    def fewer(
-        self, view: View, mesh: Mesh, picks: tuple[Pick, ...], now: Estimate
-    ) -> tuple[tuple[Pick, ...], Estimate]:
-        """As good with fewer segments in a loop, or fewer parts; better, where that is possible."""
-        for n, pick in enumerate(picks if now.seconds is not None else ()):
-            for less in smaller(pick):
-                some = (*picks[:n], less, *picks[n + 1 :])
-                then = estimated(view, mesh, some)
-                if then.seconds is None or then.seconds > SAME * (now.seconds or 0.0):
-                    continue
-                self.say("loops", f"{less}, estimated: {then}")
-                picks, now = some, then
-                if less.parts < pick.parts:
-                    break
-        return picks, now
+        for mesh in view.session.meshes if known is None else (known,):
+            priced = estimated(view, mesh, picks)
+            if not ways or priced.cost < min(p.cost for *_, p in ways) or priced.seconds is None:
+                picks, priced = picked(view, mesh, found, self.say, 1.0, picks)
+            self.say("loops", f"mesh {mesh}: {_label(picks) or 'none'}: {priced}")
+            ways.append((mesh, picks, priced))
+        return sorted(ways, key=lambda way: (way[2].level, way[2].cost))
 
     # -- traced ------------------------------------------------------------------------------------
 
@@ -273,33 +237,79 @@ class _Search:
                             mesh=mesh)  # fmt: skip
         except (InfeasibleError, RewriteError) as error:  # or loops that do not go together
             self.say("loops", str(error).splitlines()[0])
+            self.missed(error)
             return None
 
-    def traced_best(
-        self, view: View, mesh: Mesh, picks: tuple[Pick, ...], priced: Estimate
-    ) -> tuple[Pick, ...]:
-        """What is kept of the loops that were picked: `best` is the plan with them."""
-        for some, share in [(picks, 1.0), *((each, SHRINK) for each in tries(picks)[:TRIES])]:
-            if some != picks or share < 1:
-                priced = estimated(view, mesh, some, share)
-            if priced.seconds is None:
-                continue
-            if self.best is not None and priced.seconds > BETTER * _cost(self.best):
-                continue
-            for lanes in (True, False):
-                found = self.plan_of(view, mesh, some, priced, lanes)
-                if found is not None and self.is_better(found):
-                    self.best = found
-                    return some
-        if self.best is None:  # layouts and recomputation are searched again for these loops
-            loops = self.loops(view, picks, priced, False)
+    def missed(self, error: JaxscalerError) -> None:
+        """Keep in mind how much memory a step took that does not fit."""
+        if (need := getattr(error, "need", None)) is not None:
+            self.need = min(self.need or need, need)
+
+    def on_mesh(
+        self, view: View, mesh: Mesh, found: Sequence[Option], picks: tuple[Pick, ...],
+        priced: Estimate,
+    ) -> tuple[Pick, ...]:  # fmt: skip
+        """What is kept of the loops that are picked for a mesh: `best` is the plan with them.
+
+        Where a step traced with loops needs more memory than they were estimated to, they are
+        picked again for less; where it costs more, each is tried alone.
+        """
+        share = 1.0
+        for turn in range(TRIES):
+            if turn:
+                share *= min(priced.used * SHRINK / (share * view.session.limit), SHRINK)
+                picks, priced = picked(view, mesh, found, self.say, share, picks)
+            self.say("loops", f"in {share:.0%} of the memory: {_label(picks) or 'none'}: {priced}")
+            if not picks or not self.promises(priced):
+                break
+            fits = self.take(view, mesh, picks, priced)
+            if fits is not None:
+                return picks if fits else self.each(view, mesh, picks, share)
+        return ()
+
+    def searched(self, view: View, picks: tuple[Pick, ...]) -> tuple[Pick, ...]:
+        """These loops in as many parts as can be, if layouts and recomputation searched for the
+        step traced with them make it fit."""
+        picks = tuple(Pick(p.option, p.option.most) for p in picks)
+        if picks:
+            loops = [change for pick in picks for change in pick.changes(1)]
             try:
                 step = self.traced.changed((*self.traced.changes, *loops))
                 self.best = self.search(step, build(step), self.time_limit)
                 return picks
-            except (InfeasibleError, RewriteError):
+            except (InfeasibleError, RewriteError) as cause:
+                self.missed(cause)
                 self.tried.append(f"{_label(picks)}: does not fit, whatever else is made again")
         return ()
+
+    def each(
+        self, view: View, mesh: Mesh, picks: tuple[Pick, ...], share: float
+    ) -> tuple[Pick, ...]:
+        """The first of these loops that is better alone."""
+        for pick in picks if len(picks) > 1 else ():
+            priced = estimated(view, mesh, (pick,), share)
+            if self.promises(priced) and self.take(view, mesh, (pick,), priced):
+                return (pick,)
+        return ()
+
+    def promises(self, priced: Estimate) -> bool:
+        """Whether an estimated plan is better than the best one."""
+        if priced.seconds is None:
+            return False
+        return self.best is None or priced.seconds <= BETTER * _cost(self.best)
+
+    def take(
+        self, view: View, mesh: Mesh, picks: tuple[Pick, ...], priced: Estimate
+    ) -> bool | None:
+        """Whether the step traced with these loops is the best one now; None: it does not fit."""
+        fits = None
+        for lanes in (True, False):
+            found = self.plan_of(view, mesh, picks, priced, lanes)
+            if found is not None and self.is_better(found):
+                self.best = found
+                return True
+            fits = fits if found is None else False
+        return fits
 
     def is_better(self, found: Any) -> bool:
         return self.best is None or _cost(found) < BETTER * _cost(self.best)
@@ -342,6 +352,8 @@ class _Search:
         except InfeasibleError as cause:
             error = type(cause)(f"{cause}\nnor with loops over parts: {tried}")
             error.session = cause.session
+            self.missed(cause)
+            error.need = self.need
             raise error from None
 
     def answer(self, kept: Sequence[Pick]) -> Any:

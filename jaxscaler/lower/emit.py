@@ -60,9 +60,9 @@ def rows_of(
     return out
 
 
-def _gathers(spec: Spec, wanted: Spec) -> bool:
-    """Whether a dim is cut by fewer axes, or others, in the layout that is wanted."""
-    return any(not set(cut) <= set(then) for cut, then in zip(spec, wanted))
+def _moves(spec: Spec, wanted: Spec) -> bool:
+    """Whether the wanted layout is more than the pieces of `spec`, cut further where they lie."""
+    return any(then[: len(cut)] != cut for cut, then in zip(spec, wanted))
 
 
 class Emitter:
@@ -146,7 +146,7 @@ class Emitter:
         if read is not None:
             wanted, stays = self.spec(read)
             if not stays and (wanted != spec or partial):
-                if partial and _gathers(spec, wanted):
+                if partial and _moves(spec, wanted):
                     path.append(spec)  # else XLA gathers a small operand of the product instead
                 path.append(wanted)
         elif partial:

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxscaler import _compat
 from jaxscaler.errors import PlanError, ScheduleError
@@ -224,7 +223,7 @@ class Executor:
 
         for task in in_turns(self.order, there):
             code, place, m = *self._at(task), task.micro
-            made = code.run([read(v, place, m) for v in code.reads])
+            made = code.run([read(v, place, m) for v in code.reads]) if code.makes else []
             for v, x in zip(code.makes, made):
                 if v in results:
                     sums[results[v]] = x
@@ -250,15 +249,20 @@ class Executor:
         """What sums over micro-batches begin with, each in a buffer of its own."""
         found: dict[Any, Any] = {}
         seen = Counter(c.first for c in self.loop.carries if not _compat.is_literal(c.first))
+        numbers = defaultdict(list)  # [place]: the sums that begin with one
         for c in self.loop.carries:
             place = self.places.source[c.last]
             if _compat.is_literal(c.first):
-                x = np.asarray(c.first.val, c.inside.aval.dtype)
-            else:
-                x = store[c.first, place]
-                if seen[c.first] > 1 or c.first in self.places.wants:
-                    x = x.copy()
+                numbers[place].append(c)
+                continue
+            x = store[c.first, place]
+            if seen[c.first] > 1 or c.first in self.places.wants:
+                x = x.copy()
             found[c.inside] = jax.device_put(x, self._sharding(c.inside, place))
+        for place, carries in numbers.items():
+            shardings = [self._sharding(c.inside, place) for c in carries]
+            begin = self._jitted(("sums", place), lambda some=carries: _begun(some), shardings)
+            found.update(zip((c.inside for c in carries), begin()))
         return found
 
     def _slices(self, store: Store) -> dict[tuple[Any, int], list]:
@@ -276,6 +280,10 @@ class Executor:
             for place in self.places.wants.get(atom, ()):
                 del store[atom, place]
         return found
+
+
+def _begun(carries: Sequence) -> list:
+    return [jnp.full(c.inside.aval.shape, c.first.val, c.inside.aval.dtype) for c in carries]
 
 
 def _written_over(part: Part, state: Collection) -> set:

@@ -154,6 +154,8 @@ class Planned:
         self.rest.update((new, self.rest[old]) for new, old in becomes if new not in self.rest)
 
     def spec(self, var: Any) -> Spec:
+        if not var.aval.shape:  # a number; of a literal there is no value in the graph
+            return ()
         var = self.step.received.get(var, var)
         if (spec := self.rest.get(var)) is not None:
             return spec

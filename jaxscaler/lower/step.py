@@ -65,7 +65,7 @@ class PlannedStep:
     """
 
     def __init__(self, traced: Traced, layouts: Layouts, mesh, donate, compiler_options):
-        if dict(layouts.axes) != dict(mesh.shape):
+        if dict(layouts.axes) != dict(mesh.shape) and (layouts.axes or mesh.size > 1):
             raise PlanError(
                 f"the plan is for a mesh {dict(layouts.axes)}, the devices form {dict(mesh.shape)}"
             )

@@ -30,7 +30,7 @@ class PipelinePlan:
     changes: of the marked loss, its `Stages` and `Accumulate` among them. clusters: the devices of
     each place, which begin with device number `first`. plans: of each place's stage step. order:
     per device group, its tasks. pipeline: seconds and bytes of every stage, which `timeline`
-    simulates.
+    simulates. dispatch: seconds of the host's thread per task.
     """
 
     cluster: Mapping[str, Any]
@@ -41,6 +41,7 @@ class PipelinePlan:
     order: Order
     pipeline: Pipeline = field(repr=False)
     notes: tuple[str, ...] = ()
+    dispatch: float = 0.0
     # the cut step and what was planned of it; None in a plan that was read from a file
     parts: Parts | None = field(default=None, compare=False, repr=False)
 
@@ -76,6 +77,7 @@ class PipelinePlan:
             "order": self.order,
             "pipeline": asdict(self.pipeline),
             "notes": self.notes,
+            "dispatch": self.dispatch,
         }
 
     @staticmethod
@@ -103,6 +105,7 @@ class PipelinePlan:
                 order=tuple(tuple(Task(*task) for task in mine) for mine in data["order"]),
                 pipeline=pipeline,
                 notes=tuple(data["notes"]),
+                dispatch=data.get("dispatch", 0.0),
             )
         except (KeyError, TypeError) as error:
             raise PlanError(f"not a pipeline's plan: {error}") from error
@@ -119,7 +122,7 @@ class PipelinePlan:
     @cached_property
     def timeline(self) -> Timeline:
         """The simulated step: seconds, bubbles, bytes."""
-        return simulate(self.pipeline, self.order)
+        return simulate(self.pipeline, self.order, self.dispatch)
 
     @property
     def seconds(self) -> float:

@@ -6,6 +6,7 @@ and plans each stage with the ordinary planner. The search over all of these sta
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,12 +15,22 @@ from typing import Any, NamedTuple
 from jaxscaler import planner, program
 from jaxscaler.cluster.cluster import Cluster
 from jaxscaler.cluster.links import Link
+from jaxscaler.cluster.mixed import Mixed
 from jaxscaler.cluster.parts import link_between, sub_clusters
-from jaxscaler.errors import ConstraintError, InfeasibleError, PlanError, ScheduleError
+from jaxscaler.errors import (
+    ConstraintError,
+    InfeasibleError,
+    PlanError,
+    RewriteError,
+    ScheduleError,
+)
+from jaxscaler.exchange import exchanged
 from jaxscaler.graph.build import build
 from jaxscaler.loops.planner import batch_of
+from jaxscaler.pipeline.dispatch import LIMIT, with_dispatch
+from jaxscaler.pipeline.memo import Axes, Memo, Room, alike, less_room, named
 from jaxscaler.pipeline.plan import Parts, PipelinePlan
-from jaxscaler.pipeline.prices import pipeline_of, work_of
+from jaxscaler.pipeline.prices import pipeline_of, rounded, under_way, work_of
 from jaxscaler.plan import Plan
 from jaxscaler.program import ALL, Statement
 from jaxscaler.rewrite.changes import Accumulate, Change, Stages
@@ -29,12 +40,13 @@ from jaxscaler.rewrite.stages import staged
 from jaxscaler.schedule.check import check
 from jaxscaler.schedule.families import family
 from jaxscaler.schedule.tasks import NO_MICRO, UPDATE, Order, Pipeline, StageWork, Task, task_graph
+from jaxscaler.space.annotations import Author
 from jaxscaler.trace import Traced
 
 
 def plan_pipeline(
     traced: Traced,
-    cluster: Cluster,
+    cluster: Cluster | Mixed,
     *,
     stages: int | Stages | None = None,
     micro: int,
@@ -47,6 +59,8 @@ def plan_pipeline(
     time_limit: float = planner.TIME_LIMIT,
     loss: int = 0,
     progress: planner.Progress | None = None,
+    memo: Memo | None = None,
+    dispatch_limit: float | None = LIMIT,
 ) -> PipelinePlan:
     """Plan a step, whose loss `jaxscaler.value_and_grad` marks, as a pipeline on a cluster.
 
@@ -57,50 +71,68 @@ def plan_pipeline(
     stage on the devices of all others; by default equal parts of `cluster`. Other constraints hold
     in each stage. `changes`: other ones of the loss (recomputation). `lanes`: gradients are kept
     that many times and added once a step (as `Accumulate` has it); 1: a stage that splits the batch
-    reduces them in every micro-batch.
+    reduces them in every micro-batch. `memo`: of this step and these constraints, for many calls;
+    stages then may have plans with the names of equal ones (`memo.named`).
 
     Raises RewriteError where the loss does not divide into micro-batches or stages, naming the
     operation; ScheduleError for an order that can not run, naming tasks; ClusterError for parts
-    that are none; InfeasibleError where a stage does not fit, InfeasibleError or ConstraintError
+    that are none; InfeasibleError where a stage does not fit, or the host's thread would make the
+    step longer by more than `dispatch_limit` of it (None: any); InfeasibleError or ConstraintError
     as the planner does for a stage.
     """
     say = progress or (lambda phase, detail: None)
-    lines = planner.listed(constraints)
+    traced, lines = exchanged(traced, planner.listed(constraints))
     assigned = [line for line in lines if is_stage_line(line)]
-    pairs = [line for line in lines if isinstance(line, program.Order) and _orders_tasks(line)]
-    rest = [line for line in lines if not is_stage_line(line) and not _orders_tasks(line)]
+    pairs = [line for line in lines if isinstance(line, program.Order) and is_task_order(line)]
+    rest = [line for line in lines if not is_stage_line(line) and not is_task_order(line)]
     cut, batch = _cut(traced, stages, assigned, loss)
     places = 1 + max(place for _, _, place in cut.points)
     sites = _sites(cluster, submeshes, places)
     clusters = [site.cluster for site in sites]
     given = (*changes, cut, Accumulate(loss, micro, batch, lanes))
     say("stages", f"cut into {places}")
-    whole = traced.changed(given)
-    step = staged(whole)
-    steps = tuple(stage_step(step, place) for place in range(places))
+    alone = memo is None
+    memo = Memo(traced, rest) if memo is None else memo
+    whole, step, steps = memo.cut(given)
+    if empty := [s.place for s in steps if not s.body]:
+        raise RewriteError(
+            f"stage {empty[0]} of {cut} has no op that depends on the batch: begin it elsewhere"
+        )
+    plan = functools.partial(_planned, memo, given, steps, clusters, rest, time_limit, say, alone)
     split = order in ("zero-bubble", "zero-bubble-2") or _has_weights(order)
-    shares = [memory] * places
+    rooms = [Room(memory)] * places
     links, groups = _links(cluster, sites), [site.groups for site in sites]
     narrow = {site.groups[0]: p for p, site in enumerate(sites) if len(site.groups) == 1}
     limits = [clusters[p].device.hbm_bytes * memory for _, p in sorted(narrow.items())]
-    planned = _planned(steps, clusters, rest, shares, time_limit, say, range(places), {})
-    for attempt in range(3):
-        pipeline = pipeline_of(step, steps, planned, groups, links, (), split)
+    planned = plan(rooms, range(places), {})
+    for attempt in range(4):
+        made = functools.partial(pipeline_of, step, steps, planned, groups, links, (), split)
+        sessions = tuple(p.plan.session for p in planned)
+        pipeline = memo.pipeline((given, split, *((s.first, s.cluster.name) for s in sites)),
+                                 sessions, made)  # fmt: skip
         tasks = _obeying(_order(order, pipeline), pairs, pipeline)
         peaks = check(pipeline, tasks).peak
         over = [g for g, limit in enumerate(limits) if peaks[g].bytes > limit]
         if not over:
             break
         again = [narrow[g] for g in over]
-        for g, p in zip(over, again):  # what other micro-batches hold is no room for this one
-            shares[p] -= 1.02 * (peaks[g].bytes - limits[g]) / clusters[p].device.hbm_bytes
-        if attempt == 2 or min(shares) <= 0:
-            raise InfeasibleError(_too_much(over, peaks, limits))
-        known = dict(enumerate(planned))
-        planned = _planned(steps, clusters, rest, shares, time_limit, say, again, known)
-    return PipelinePlan(
+        ways = rounded([under_way(pipeline, g, tasks[g]) for g in over])
+        for g, p, way in zip(over, again, ways):
+            if attempt == 0 and way > 1:  # what it keeps counts as often as it is kept
+                rooms[p] = Room(memory, way)
+            else:
+                rooms[p] = less_room(rooms[p], planned[p], peaks[g].bytes - limits[g])
+        rooms = alike(rooms, again)
+        if attempt == 3 or min(room.memory for room in rooms) <= 0:
+            error = InfeasibleError(_too_much(over, peaks, limits))
+            error.need = max(peaks[g].bytes for g in over)
+            raise error
+        planned = plan(rooms, again, dict(enumerate(planned)))
+    if alone:
+        planned = tuple(map(named, planned))
+    found = PipelinePlan(
         cluster=cluster.to_dict(),
-        changes=given,
+        changes=whole.changes,
         clusters=tuple(c.to_dict() for c in clusters),
         first=tuple(site.first for site in sites),
         plans=tuple(p.plan for p in planned),
@@ -109,6 +141,7 @@ def plan_pipeline(
         notes=tuple(dict.fromkeys(note for p in planned for note in p.plan.notes)),
         parts=Parts(whole, step, steps, planned),
     )
+    return with_dispatch(found, cluster, dispatch_limit)
 
 
 def with_step(plan: PipelinePlan, traced: Traced) -> PipelinePlan:
@@ -116,7 +149,7 @@ def with_step(plan: PipelinePlan, traced: Traced) -> PipelinePlan:
 
     No search. Raises PlanError where the step is another one.
     """
-    whole = traced.changed(plan.changes)
+    whole = traced.rewritten(plan.changes)
     step = staged(whole)
     steps = tuple(stage_step(step, place) for place in range(len(plan.plans)))
     planned = tuple(planner.follow_plan(s.traced, each) for s, each in zip(steps, plan.plans))
@@ -193,9 +226,11 @@ class _Site(NamedTuple):
 
 
 def _sites(
-    cluster: Cluster, submeshes: Sequence[int | Cluster | str] | None, places: int
+    cluster: Cluster | Mixed, submeshes: Sequence[int | Cluster | str] | None, places: int
 ) -> list[_Site]:
-    if submeshes is None:
+    if submeshes is None and isinstance(cluster, Mixed) and len(cluster.parts) == places:
+        submeshes = [part.num_devices for part in cluster.parts]
+    elif submeshes is None:
         submeshes = [cluster.num_devices // places] * places
     if len(submeshes) != places:
         raise ConstraintError(f"submeshes for {len(submeshes)} stages, and there are {places}")
@@ -206,10 +241,11 @@ def _sites(
     starts = [sum(sizes[:n]) for n in range(len(sizes))]
     given = [s for s in narrow if isinstance(s, Cluster)]
     parts = given if len(given) == len(narrow) else sub_clusters(cluster, sizes)
-    (whole,) = sub_clusters(cluster, [sum(sizes)]) if len(narrow) < places else (cluster,)
+    whole = sub_clusters(cluster, [sum(sizes)])[0] if len(narrow) < places else None
     found, rank = [], 0
     for s in submeshes:
         if isinstance(s, str):
+            assert whole is not None
             found.append(_Site(0, whole, tuple(range(len(narrow)))))
         else:
             own = s if isinstance(s, Cluster) else parts[rank]
@@ -218,11 +254,11 @@ def _sites(
     return found
 
 
-def _links(cluster: Cluster, sites: Sequence[_Site]) -> dict[tuple[int, int], Link]:
+def _links(cluster: Cluster | Mixed, sites: Sequence[_Site]) -> dict[tuple[int, int], Link]:
     """What connects two places; if one is part of the other, the slowest link."""
     return {
         (i, j): cluster.levels[0].link
-        if len(a.groups) > 1 or len(b.groups) > 1
+        if isinstance(cluster, Cluster) and (len(a.groups) > 1 or len(b.groups) > 1)
         else link_between(cluster, a.first, b.first)
         for i, a in enumerate(sites)
         for j, b in enumerate(sites)
@@ -231,29 +267,43 @@ def _links(cluster: Cluster, sites: Sequence[_Site]) -> dict[tuple[int, int], Li
 
 
 def _planned(
+    memo: Memo,
+    changes: tuple[Change, ...],
     steps: Sequence[StageStep],
     clusters: Sequence[Cluster],
     constraints: Sequence[Statement | Plan],
-    memory: Sequence[float],
     time_limit: float,
     say: planner.Progress,
+    explained: bool,
+    rooms: Sequence[Room],
     places: Sequence[int],
     known: dict[int, planner.Planned],
 ) -> tuple[planner.Planned, ...]:
     """[place]: its step planned; those of `places` anew."""
     unmatched: list[set[str]] = []
-    for p in places:
-        say("stage", f"{p} of {len(steps)} on {clusters[p].name}")
+
+    def search(p: int, axes: Axes | None) -> planner.Planned:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            try:
-                known[p] = planner.plan_step(
-                    steps[p].traced, clusters[p], constraints=constraints, memory=memory[p],
-                    time_limit=time_limit / len(steps), progress=say,
-                )  # fmt: skip
-            except InfeasibleError as error:
-                raise type(error)(f"stage {p} on {clusters[p].name}: {error}") from error
+            found = planner.plan_step(
+                replace(steps[p].traced, under_way=rooms[p].under_way), clusters[p],
+                constraints=constraints, memory=rooms[p].memory,
+                time_limit=time_limit / len(steps), progress=say, explained=explained,
+                author=Author(axes),
+            )  # fmt: skip
         unmatched.append({str(w.message) for w in caught})
+        return found
+
+    for p in places:
+        say("stage", f"{p} of {len(steps)} on {clusters[p].name}")
+        try:
+            known[p] = memo.plan(
+                changes, steps[p], clusters[p], rooms[p], functools.partial(search, p)
+            )
+        except InfeasibleError as cause:
+            error = type(cause)(f"stage {p} on {clusters[p].name}: {cause}")
+            error.need = cause.need
+            raise error from cause
     for text in set.intersection(*unmatched) if unmatched else ():  # of a line for some stage
         warnings.warn(text, stacklevel=3)
     return tuple(known[p] for p in range(len(steps)))
@@ -271,7 +321,7 @@ def _order(order: Any, pipeline: Pipeline) -> Order:
     return tuple(map(tuple, found))
 
 
-def _orders_tasks(line: Any) -> bool:
+def is_task_order(line: Any) -> bool:
     return isinstance(line, program.Order) and isinstance(line.first, tuple)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import prod
+from math import ceil, log2, prod
 from typing import Any
 
 from jaxscaler.cluster.links import Link
@@ -19,7 +19,15 @@ from jaxscaler.lower.sites import Places, Planned
 from jaxscaler.rewrite.parts import Part, nbytes
 from jaxscaler.rewrite.stage_step import StageStep
 from jaxscaler.rewrite.stages import Staged
-from jaxscaler.schedule.tasks import Edge, Pipeline, StageWork
+from jaxscaler.schedule.tasks import (
+    BACKWARD,
+    FORWARD,
+    WEIGHT,
+    Edge,
+    Pipeline,
+    StageWork,
+    Task,
+)
 
 OUTSIDE = (-1, "U")  # of the loop: preparation and update
 
@@ -89,9 +97,10 @@ def pipeline_of(
     parts = _parts(staged, split)
     places = Places(staged, sites, parts)
     works, seen = [], set()
+    kept = _kept(staged, parts, places)
     for run in staged.runs:
         place = staged.places[run]
-        work = _work(run, staged, parts, places, steps[place], planned[place], groups[place])
+        work = _work(run, staged, parts, places, steps[place], planned[place], groups[place], kept)
         if place in seen:
             work = replace(work, update=None, static=0.0)
         seen.add(place)
@@ -108,7 +117,7 @@ def work_of(
     site = Planned(step, planned, _Axes(planned.plan.axes))
     parts = _parts(staged, split)
     places = Places(staged, [_Like(site)] * (1 + max(staged.places)), parts)
-    return _work(run, staged, parts, places, step, planned, (0,))
+    return _work(run, staged, parts, places, step, planned, (0,), _kept(staged, parts, places))
 
 
 def _parts(staged: Staged, split: bool) -> dict[tuple[int, str], Part]:
@@ -124,14 +133,17 @@ def _work(
     step: StageStep,
     planned: Any,
     groups: tuple[int, ...],
+    kept: Mapping[tuple[int, str], float],
 ) -> StageWork:
     place, split = staged.places[run], (run, "W") in parts
     seconds = task_seconds(staged, step, planned)
     back, weight = seconds.get((run, "B"), 0.0), seconds.get((run, "W"), 0.0)
     differentiated = any(parts[run, p].eqns for p in ("BW" if split else "B"))
-    kept = _kept(parts[run, "B"], place, staged, places)
-    kept_weight = _kept(parts[run, "W"], place, staged, places) if split else 0.0
+    kept_weight = kept.get((run, "W"), 0.0)
     static = _static(staged, place, places)
+    # the place's step holds what all of its runs keep of one micro-batch
+    most = {r: max(kept[r, "B"], kept.get((r, "W"), 0.0)) for r in staged.runs}
+    own = sum(n for r, n in most.items() if staged.places[r] == place)
     peak = planned.plan.predicted.peak_bytes
     return StageWork(
         groups=groups,
@@ -139,11 +151,30 @@ def _work(
         backward=(back if split else back + weight) if differentiated else None,
         weight=weight if split and differentiated else None,
         update=seconds.get(OUTSIDE, 0.0),
-        kept=max(kept, kept_weight),
+        kept=most[run],
         kept_weight=kept_weight,
-        working=max(0.0, peak - static - kept),
+        working=max(0.0, peak - static - own),
         static=static,
     )
+
+
+def under_way(pipeline: Pipeline, group: int, line: Sequence[Task]) -> float:
+    """Micro-batches that a group's own stages hold for their backward passes at most, each stage's
+    counted by its share of them. line: the group's tasks in order."""
+    own = {s: work.weight is not None for s, work in enumerate(pipeline.stages)
+           if work.groups == (group,) and work.backward is not None}  # fmt: skip
+    now = most = 0
+    for task in line:
+        if task.stage in own:
+            ends = WEIGHT if own[task.stage] else BACKWARD
+            now += (task.phase == FORWARD) - (task.phase == ends)
+            most = max(most, now)
+    return most / max(1, len(own))
+
+
+def rounded(ways: Sequence[float]) -> list[float]:
+    """To powers of two, at most the largest: so fewer stages differ, and are planned apart."""
+    return [min(2.0 ** ceil(log2(max(n, 1.0))), max(ways)) for n in ways]
 
 
 class _Like:
@@ -171,11 +202,21 @@ def _local(v: Any, place: int, places: Places) -> float:
     return nbytes(v) / prod(sizes[axis] for dim in spec for axis in dim)
 
 
-def _kept(part: Part, place: int, staged: Staged, places: Places) -> float:
-    """Bytes that a backward task reads of what was there before backward began."""
-    where = {v: w for e, w in zip(staged.loop.body.eqns, staged.body) if w for v in e.outvars}
-    before = [v for v in part.reads if v in where and where[v][1] == "F"]
-    return sum(_local(v, place, places) for v in before)
+def _kept(
+    staged: Staged, parts: Mapping[tuple[int, str], Part], places: Places
+) -> dict[tuple[int, str], float]:
+    """Bytes that each backward task reads of what was there before backward began."""
+    before = {
+        v
+        for e, w in zip(staged.loop.body.eqns, staged.body)
+        if w is not None and w[1] == "F"
+        for v in e.outvars
+    }
+    return {
+        (run, phase): sum(_local(v, staged.places[run], places) for v in part.reads if v in before)
+        for (run, phase), part in parts.items()
+        if phase != "F"
+    }
 
 
 def _static(staged: Staged, place: int, places: Places) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from jaxscaler.lower.executor import Executor
 from jaxscaler.lower.interpret import named_sharding
 from jaxscaler.lower.sites import Planned
 from jaxscaler.lower.step import MismatchError, argument_types
+from jaxscaler.pipeline.beside import home_of, jit_in_places
 from jaxscaler.pipeline.plan import PipelinePlan
 from jaxscaler.rewrite.parts import Leaf
 
@@ -83,7 +85,7 @@ class PipelineStep:
                 f"the pipeline is for {needed} devices, and {len(devices)} are present"
             )
         self.meshes = [
-            _mesh(each.axes, devices[first : first + count])
+            _mesh(each.mesh_axes, devices[first : first + count])
             for first, count, each in zip(plan.first, plan.devices, plan.plans)
         ]
         sites = [
@@ -130,11 +132,65 @@ class PipelineStep:
             if mine:
                 made.update(zip(mine, jax.jit(part, out_shardings=shardings)(*given)))
         leaves = _joined([self.staged.inputs[n] for n in state], [made[n] for n in state], count)
-        return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+        return self._as_arguments(leaves)
+
+    def abstract_state(self) -> Any:
+        """The state as a tree of `jax.ShapeDtypeStruct`s with shardings: what to restore into.
+
+        State are the first arguments whose leaves all lie on a stage: one as it is, several as a
+        tuple. Raises PlanError if there are none.
+        """
+        inputs, found = self.staged.traced.jaxpr.jaxpr.invars, []
+        for v in inputs:
+            sharding = self._sharding(v) if v in self.staged.homes else None
+            found.append(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=sharding))
+        state = {leaf.position for n, leaf in enumerate(self.staged.inputs)
+                 if inputs[n] in self.staged.homes}  # fmt: skip
+        count = 0
+        for arg in self.whole.in_tree.children():
+            if not {*range(count, count + arg.num_leaves)} <= state:
+                break
+            count += arg.num_leaves
+        if not count:
+            raise PlanError("no argument of the step is state: it gives back none of what it takes")
+        mine = [(leaf, x) for leaf, x in zip(self.staged.inputs, found) if leaf.position < count]
+        return self._as_arguments(_joined([leaf for leaf, _ in mine], [x for _, x in mine], count))
+
+    def jit(self, fn: Callable) -> Callable:
+        """`fn` for functions on the state: norms, moving averages, summaries.
+
+        It is cut by the stages that its arguments lie on (`pipeline.beside`). Leaves of its results
+        that belong to a leaf of the state (same shape, same end of the path; parameters first) lie
+        as that one does.
+        """
+        inputs = self.staged.traced.jaxpr.jaxpr.invars
+        roles = {t.path: t.role for plan in self.plan.plans for t in plan.tensors}
+        seen: Counter[int] = Counter()
+        leaves = {}
+        for n, leaf in enumerate(self.staged.inputs):
+            path, number = self.whole.in_paths[leaf.position], seen[leaf.position]
+            seen[leaf.position] += 1
+            if inputs[n] in self.staged.homes:
+                role = roles.get(leaf.path(self.whole.in_paths), "")
+                path = path if leaf.rows is None else f"{path}/{number}"
+                leaves[n] = (path, role, tuple(inputs[n].aval.shape))
+        home = home_of(leaves, lambda n: (self._home(inputs[n]), self._sharding(inputs[n])))
+        return jit_in_places(fn, self.meshes, home)
+
+    def _as_arguments(self, leaves: Sequence) -> Any:
+        """The first arguments that so many leaves fill: one as it is, several as a tuple."""
+        found, used = [], 0
+        for tree in self.whole.in_tree.children():
+            if used == len(leaves) and found:
+                break
+            some = leaves[used : used + tree.num_leaves]
+            found.append(jax.tree.unflatten(tree, some))
+            used += tree.num_leaves
+        return found[0] if len(found) == 1 else tuple(found)
 
     def place(self, state: Any) -> Any:
         """`state` (whole arrays) as the step takes it; values as they are."""
-        leaves, tree = jax.tree.flatten(state)
+        leaves, tree = jax.tree.flatten(state, is_leaf=lambda x: isinstance(x, Rows))
         inputs = self.staged.traced.jaxpr.jaxpr.invars
         mine = [
             (n, leaf) for n, leaf in enumerate(self.staged.inputs) if leaf.position < len(leaves)
@@ -192,6 +248,6 @@ def _joined(leaves: Sequence[Leaf], values: Sequence[Any], count: int) -> list:
 
 
 def _mesh(axes: Sequence[tuple[str, int]], devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
-    names, shape = zip(*(axes or (("device", 1),)))
+    names, shape = zip(*axes)
     auto = (jax.sharding.AxisType.Auto,) * len(names)
     return jax.sharding.Mesh(device_grid(shape, devices), names, axis_types=auto)

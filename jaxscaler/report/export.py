@@ -150,7 +150,7 @@ def to_python(
             " such as recomputation), which no layout can say: plan.to_rules() gives those of the "
             "state"
         )
-    axes = plan.axes or (("device", 1),)
+    axes = plan.mesh_axes
     layouts = with_branch_ends(traced.jaxpr, layouts, _compat.abstract_mesh(axes))
     lines = {
         op.key: f"{graph.kinds[op.kind].primitive} {op.source.rpartition('/')[2]}".strip()

@@ -13,10 +13,10 @@ import numpy as np
 from jaxscaler.cost.deep import Deep
 from jaxscaler.cost.heap import heap_size, live_bytes
 from jaxscaler.cost.memory import Rules, buffers, rules_for
-from jaxscaler.graph.ir import OpGraph
+from jaxscaler.graph.ir import OpGraph, dtype_bytes
 from jaxscaler.graph.shorten import Short, shortest
 from jaxscaler.lower.device import device_graph, device_short
-from jaxscaler.space.problem import Model, Priced, dtype_bytes
+from jaxscaler.space.problem import Model, Priced
 
 PACKED = 1 / 2000  # of the peak: smaller buffers fit between the others
 HOLES = "holes"  # role of what the heap loses between buffers

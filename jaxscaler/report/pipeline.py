@@ -45,6 +45,10 @@ def show_pipeline(plan: Any, console: Console | None = None) -> None:
     summary.add_row("step", f"{time_text(time.seconds)} in {plan.micro} micro-batches")
     summary.add_row("idle", f"{idle}   (by device group)")
     summary.add_row("memory", f"{peaks}   (of one device, by group)")
+    count = len(time.tasks)
+    summary.add_row(
+        "host", f"{count} tasks, {time_text(plan.dispatch)} each to dispatch, from one thread"
+    )
     for note in plan.notes:
         summary.add_row("note", note)
     console.print(summary, markup=False, highlight=False)

@@ -31,7 +31,7 @@ from jaxscaler.rewrite.chunk import (
     wider,
 )
 from jaxscaler.rewrite.divide import Division, divide
-from jaxscaler.rewrite.factor import refuse
+from jaxscaler.rewrite.factor import Placing, refuse
 
 
 def batch_division(closed: Any, batch: Mapping[int, int]) -> Division:
@@ -74,8 +74,11 @@ def accumulate(closed: Any, change: Accumulate) -> Callable[..., list]:
     `batch_division`.
     """
     jaxpr, consts = _compat.open_jaxpr(closed)
-    division = batch_division(closed, dict(change.batch))
     jaxpr = _open_consts(jaxpr)
+    if change.parts == change.lanes == 1:
+        division = _undivided(jaxpr, dict(change.batch))
+    else:
+        division = batch_division(closed, dict(change.batch))
     check_parts(division.size, change.parts, change.lanes, str(change))
 
     @jax.custom_vjp
@@ -105,6 +108,23 @@ def accumulate(closed: Any, change: Accumulate) -> Callable[..., list]:
 
     loss.defvjp(forward, backward, symbolic_zeros=True)
     return lambda *args: loss(*consts, *args)
+
+
+def _undivided(jaxpr: Any, batch: Mapping[int, int]) -> Division:
+    """All of a loss in the only part, whatever couples its samples."""
+    dims = {jaxpr.invars[position]: dim for position, dim in batch.items()}
+    loop = {
+        i: Placing(
+            tuple(None if _compat.is_literal(v) else dims.get(v) for v in eqn.invars),
+            (None,) * len(eqn.outvars),
+        )
+        for i, eqn in enumerate(jaxpr.eqns)
+    }
+    made = {v for eqn in jaxpr.eqns for v in eqn.outvars}
+    results = (v for v in jaxpr.outvars if not _compat.is_literal(v) and v in made)
+    loss, *others = dict.fromkeys(results)
+    ((size, *_), *_) = ([v.aval.shape[d]] for v, d in dims.items())
+    return Division(size, (), loop, (), tuple(dims.items()), {}, (loss,), tuple(others))
 
 
 def _open_consts(jaxpr: Any) -> Any:

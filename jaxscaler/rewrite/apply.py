@@ -17,23 +17,29 @@ from jaxscaler import _compat
 from jaxscaler.errors import PlanError
 from jaxscaler.graph.origin import origin_text
 from jaxscaler.rewrite.accumulate import accumulate
-from jaxscaler.rewrite.assign import Assignment, run_text
+from jaxscaler.rewrite.assign import Assignment, marked, run_text
 from jaxscaler.rewrite.changes import (
     Accumulate,
+    Cast,
     Change,
     CoShard,
     Fission,
+    Kernel,
     Key,
+    OfSegment,
     Recompute,
     Ring,
     Stages,
 )
 from jaxscaler.rewrite.chunk import chunked
+from jaxscaler.rewrite.exchange import cast, kernel
 from jaxscaler.rewrite.fission import fission
 from jaxscaler.rewrite.recompute import recompute
 from jaxscaler.rewrite.ring import ring
 
-REWRITERS: dict[type, Callable] = {Recompute: recompute, CoShard: chunked}  # of a segment
+REWRITERS: dict[type, Callable] = {  # of a segment
+    Recompute: recompute, CoShard: chunked, Kernel: kernel, Cast: cast,
+}  # fmt: skip
 
 
 def flat(jaxpr):
@@ -91,7 +97,7 @@ def changed(closed, changes: Sequence[Change]) -> Callable[..., list]:
     whole: list[Accumulate] = []
     stages: list[Stages] = []
     for change in changes:
-        if isinstance(change, Recompute | CoShard):
+        if isinstance(change, OfSegment):
             bodies[change.segment.inside].append(change)
         elif isinstance(change, Fission | Ring):
             if (change.scan,) in pieces:
@@ -171,6 +177,7 @@ class _Writer:
                     args = [read(v) for v in reads]
                     if self.assigned is not None and not key:
                         args = self.assigned.reads(first, jaxpr.eqns[first], reads, args)
+                        closed = marked(closed, self.assigned.runs[first][0])
                     results = REWRITERS[type(change)](closed, change)(*args)
                 i = last + 1
             env.update(zip(made, results, strict=True))
@@ -236,7 +243,7 @@ def segment_of(jaxpr, first: int, last: int, last_use: dict | None = None):
     return _compat.closed_over_nothing(jaxpr, list(reads), eqns, made), list(reads), made
 
 
-def _check(changes: dict[int, Recompute | CoShard], length: int, key: Key) -> None:
+def _check(changes: dict[int, OfSegment], length: int, key: Key) -> None:
     end = -1
     for change in changes.values():
         segment = change.segment

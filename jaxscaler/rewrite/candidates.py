@@ -3,11 +3,13 @@
 A layer's own factors are found at its largest values: each dim of such a value is a seed, and the
 rules say how far its factor goes (`divide`). So a layer offers its batch, tokens, heads, hidden dim
 and what else it has, and an attention or an MLP alone is a loop that covers no more than it.
+What surrounds the largest value of a layer (`core_of`) is a segment of its own: some factors go no
+further, as the queries of an attention whose map is rolled after it, or only in larger pieces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -15,7 +17,7 @@ from jaxscaler import _compat
 from jaxscaler.errors import RewriteError
 from jaxscaler.graph import kinds
 from jaxscaler.rewrite.apply import body_of, segment_of
-from jaxscaler.rewrite.changes import CoShard, Segment
+from jaxscaler.rewrite.changes import CoShard, Segment, overlap
 from jaxscaler.rewrite.divide import Division, divide, whole_or
 
 LARGEST = 3  # values of a segment, of different shapes, whose dims are tried
@@ -52,28 +54,94 @@ def candidates(
     losses: Sequence[Any],
     segments: Iterable[Segment],
     wanted: Callable[[Segment, int, int, int], bool] | None = None,
-    tails: bool = True,
+    free: bool = True,
 ) -> list[Candidate]:
     """The co-shards of the `segments` of marked losses (their forward jaxprs), the largest saving
-    first. With `tails`, what follows the last segment of a loss (head and loss) is one more.
-    `wanted(segment, equation of its body, operand, dim)`: by which factors; all, if it is None.
+    first. If `free`, also of what follows the last segment of a loss (head and loss), and of the
+    cores of all. `wanted(segment, equation of its body, operand, dim)`: by which factors; all, if
+    it is None.
     """
+    given = list(segments)
+    if free:
+        given += _tails(losses, given)
+        given += _cores(losses, given)
     found: list[Candidate] = []
-    for group in _alike(losses, segments, tails):
+    for group in _alike(losses, given):
         found += _of_group(losses, group, wanted)
     return sorted(found, key=lambda c: (-c.saving * len(c.segments), c.segments, c.seeds))
 
 
-def _alike(losses: Sequence[Any], segments: Iterable[Segment], tails: bool) -> list[list[Segment]]:
-    """Segments that are equal equation by equation, in groups; with the tails of the losses."""
-    given = list(segments)
-    for loss, jaxpr in enumerate(losses if tails else ()):
+def _tails(losses: Sequence[Any], given: Sequence[Segment]) -> list[Segment]:
+    """What follows the last of the given segments, per loss."""
+    found = []
+    for loss, jaxpr in enumerate(losses):
         top = [s.last for s in given if s.loss == loss and not s.inside]
         around = [s.inside[0] for s in given if s.loss == loss and s.inside]
         start = max((*top, *around), default=-1) + 1
         end = len(_compat.open_jaxpr(jaxpr)[0].eqns) - 1
         if start <= end:
-            given.append(Segment(loss, start, end))
+            found.append(Segment(loss, start, end))
+    return found
+
+
+def _cores(losses: Sequence[Any], given: Sequence[Segment]) -> list[Segment]:
+    """The cores of segments; not those that hold a whole segment, which is tried as it is."""
+    found = []
+    bodies: dict[tuple, list[Segment]] = {}
+    for segment in given:
+        bodies.setdefault((segment.loss, segment.inside), []).append(segment)
+    for (loss, inside), its in bodies.items():
+        eqns = body_of(losses[loss], inside).eqns
+        for span in dict.fromkeys(cores(eqns, [(s.first, s.last) for s in its])):
+            core = Segment(loss, *span, inside)
+            if not any(_holds(core, segment) for segment in given):
+                found.append(core)
+    return found
+
+
+def _holds(core: Segment, segment: Segment) -> bool:
+    """Whether all of a segment is in a core, or in the body of a loop that is."""
+    if core.inside == segment.inside:
+        return overlap(core, segment) and core.first <= segment.first and segment.last <= core.last
+    return len(core.inside) < len(segment.inside) and overlap(core, segment)
+
+
+def cores(eqns: Sequence[Any], spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """(first, last) of the equations around the largest values of each of the spans of a body.
+
+    From such a value, made by more than arithmetic, to whatever makes or reads one of more than
+    half as many elements: an attention from its scores to their product with the values, an MLP
+    without its norm. A core may reach over the ends of its span.
+    """
+    makers = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
+    touching: dict[Any, list[int]] = {v: [i] for v, i in makers.items()}
+    for i, eqn in enumerate(eqns):
+        for v in eqn.invars:
+            if not _compat.is_literal(v) and v in makers:
+                touching[v].append(i)
+    for first, last in spans:
+        heavy = [e for e in eqns[first : last + 1] if e.primitive.name not in kinds.FUSABLE]
+        made = sorted((v for e in heavy for v in e.outvars), key=_elements, reverse=True)
+        least = _elements(made[0]) / 2 if made else 0
+        wide: set = set()
+        for top in made:
+            if top in wide or _elements(top) <= least:
+                continue
+            wide.add(top)
+            queue, found = [top], set()
+            while queue:
+                for i in touching[queue.pop()]:
+                    found.add(i)
+                    ends = (*eqns[i].invars, *eqns[i].outvars)
+                    made_here = {v for v in ends if not _compat.is_literal(v) and v in makers}
+                    more = [v for v in made_here - wide if _elements(v) > least]
+                    wide.update(more)
+                    queue += more
+            yield min(found), max(found)
+
+
+def _alike(losses: Sequence[Any], given: Iterable[Segment]) -> list[list[Segment]]:
+    """Segments that are equal equation by equation, in groups."""
     groups: dict[Any, list[Segment]] = {}
     for segment in sorted(given):
         eqns = body_of(losses[segment.loss], segment.inside).eqns
@@ -159,6 +227,10 @@ def _stored_bytes(jaxpr: Any, equations: Iterable[int]) -> float:
     )
 
 
+def _elements(var: Any) -> int:
+    return prod(getattr(var.aval, "shape", ()))
+
+
 def _nbytes(var: Any) -> float:
     dtype = getattr(var.aval, "dtype", None)
-    return float(prod(var.aval.shape) * getattr(dtype, "itemsize", 4))
+    return float(_elements(var) * getattr(dtype, "itemsize", 4))

@@ -7,7 +7,8 @@ level, else the key (`Op.key`'s form: equation, (sub-jaxpr, equation) for each l
 equation that holds it, then which of its sub-jaxprs: (4, 0) is the body of the scan at equation 4.
 
 All numbers of a list of changes are those of the jaxpr as it was traced, whatever other changes
-there are. `rewrite/apply.py` walks it once, takes a segment out as a closed jaxpr (`segment_of`:
+there are. (`Exchange`s are made first: then that is the jaxpr which they leave.)
+`rewrite/apply.py` walks it once, takes a segment out as a closed jaxpr (`segment_of`:
 its arguments are what the segment reads, its results what is read later; equation i of it is
 equation first + i of the body) and puts in its place the function that a rewriter makes of it:
 
@@ -141,7 +142,23 @@ class Ring(NamedTuple):
     lanes: int = 1
 
 
-Change = Recompute | CoShard | Accumulate | Fission | Stages | Ring
+class Kernel(NamedTuple):
+    """A registered function in the place of a segment (`rewrite/exchange.py`)."""
+
+    segment: Segment
+    name: str
+
+
+class Cast(NamedTuple):
+    """The products of a segment run in another dtype."""
+
+    segment: Segment
+    dtype: str
+
+
+OfSegment = Recompute | CoShard | Kernel | Cast
+Exchange = Kernel | Cast  # made first: all other changes count the equations that these leave
+Change = OfSegment | Accumulate | Fission | Stages | Ring
 
 
 def to_data(change: Change) -> dict[str, Any]:

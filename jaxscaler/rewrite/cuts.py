@@ -58,8 +58,11 @@ def even_cut(units: Sequence[Unit], loss: int, count: int) -> Stages:
     for k in range(1, count):
         aim, room = k / count, 0.25 / count
         near = [n for n in range(last + 1, len(units)) if abs(before[n] - aim) <= room]
-        if not near:
-            near = [n for n in range(last + 1, len(units)) if before[n] > before[last]][:1]
+        if not near:  # as close as it gets, so that each later stage has some work
+            levels = sorted({b for b in before[last + 1 :] if b > before[last]})
+            levels = levels[: len(levels) - (count - 1 - k)]
+            level = min(levels, key=lambda b: abs(b - aim), default=None)
+            near = [n for n in range(last + 1, len(units)) if before[n] == level]
         if not near:
             raise RewriteError(
                 f"the loss can not be cut into {count} stages: its work lies in too few operations"

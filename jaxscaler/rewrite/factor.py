@@ -70,7 +70,7 @@ def place(eqn: Any, known: Mapping[Spot, int], size: int) -> Placing:
     return _place_leaf(eqn, known, size)
 
 
-BODIES = frozenset({*_compat.REMAT, *_compat.INLINED_CALLS, "custom_jvp_call"})
+BODIES = frozenset({*_compat.REMAT, *_compat.INLINED_CALLS, "custom_jvp_call", "custom_vjp_call"})
 
 
 def _place_leaf(eqn: Any, known: Mapping[Spot, int], size: int) -> Placing:

@@ -15,6 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jaxscaler import _compat
 from jaxscaler.rewrite.factor import (
+    SUM,
     Flat,
     Placing,
     flatten,
@@ -47,7 +48,7 @@ def on_part(eqn: Any, args: Sequence, placing: Placing, share: Share) -> list:
 
     Raises RewriteError if the primitive does not work on the part's shapes.
     """
-    if all(d is None for d in (*placing.ins, *placing.outs)):
+    if share.over == 1 or all(d is None for d in (*placing.ins, *placing.outs)):
         return _compat.bind_where_it_stands(eqn, args)
     run = _RUNS.get(eqn.primitive.name, _leaf)
     made = run(eqn, args, placing, share)
@@ -183,6 +184,38 @@ def _custom_jvp(eqn: Any, args: Sequence, placing: Placing, share: Share) -> lis
     return call(*args)
 
 
+def _custom_vjp(eqn: Any, args: Sequence, placing: Placing, share: Share) -> list:
+    """The function with its own pull-back, both on the part."""
+    _, flat, cuts = place_call(eqn, _known(placing), share.size)
+    forward, backward, results = _compat.custom_vjp_rule(eqn)
+    ahead, back = flatten(forward), flatten(backward)
+    known = {v: d for v, d in zip(ahead.invars, placing.ins) if d is not None}
+    ahead_cuts = spread(ahead, known, share.size, eqn)
+    kept = [None if _compat.is_literal(v) else ahead_cuts.get(v) for v in ahead.outvars[results:]]
+    # the cotangent of a part of a sum is that of the sum
+    moved = [d for d, v in zip(placing.outs, eqn.outvars) if _compat.is_float(v.aval)]
+    known = {v: d for v, d in zip(back.invars, (*kept, *moved)) if d not in (None, SUM)}
+    back_cuts = spread(back, known, share.size, eqn)
+
+    @jax.custom_vjp
+    def call(*args: Any) -> list:
+        return run_flat(flat, args, cuts, share)
+
+    def run_forward(*args: Any) -> tuple[list, list]:
+        with _compat.where_it_stands(eqn):
+            made = run_flat(ahead, args, ahead_cuts, share)
+        return made[:results], made[results:]
+
+    def run_backward(kept: list, cts: list) -> tuple:
+        cts = [ct for ct, v in zip(cts, eqn.outvars) if _compat.is_float(v.aval)]
+        with _compat.where_it_stands(eqn):
+            made = iter(run_flat(back, [*kept, *cts], back_cuts, share))
+        return tuple(next(made) if _compat.is_float(v.aval) else None for v in eqn.invars)
+
+    call.defvjp(run_forward, run_backward)
+    return call(*args)
+
+
 def _known(placing: Placing) -> dict:
     return {
         (side, n): d
@@ -196,6 +229,7 @@ _RUNS: dict[str, Callable[..., list]] = {
     "iota": _iota,
     "scan": _scan,
     "custom_jvp_call": _custom_jvp,
+    "custom_vjp_call": _custom_vjp,
     **dict.fromkeys(_compat.REMAT, _remat),
     **dict.fromkeys(_compat.INLINED_CALLS, _jit),
 }

@@ -105,11 +105,14 @@ def _cuts(traced: Traced, at: int) -> dict[Any, Sizes]:
     jaxpr = traced.jaxpr.jaxpr
     state = {jaxpr.invars[i] for i, _ in traced.state_pairs}
     found: dict[Any, Sizes] = {}
+    rows_of_state = set(state)  # and what is made of it row by row, such as casts
     for eqn in jaxpr.eqns[:at]:
         if eqn.primitive.name == "split" and eqn.params["axis"] == 0:
             (v,) = eqn.invars
-            if v in state:
+            if v in rows_of_state:
                 found.setdefault(v, tuple(eqn.params["sizes"]))
+        elif not rows_of_state.isdisjoint(_row_by_row(eqn)):
+            rows_of_state.update(eqn.outvars)
     size = 0
     while found and size < len(found):
         size = len(found)

@@ -9,6 +9,7 @@ and never run.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -17,6 +18,7 @@ from typing import Any
 import jax
 
 from jaxscaler import _compat
+from jaxscaler.graph import kinds
 from jaxscaler.graph.ir import PARAMETER
 from jaxscaler.rewrite.parts import Carry, variables, with_pulled
 from jaxscaler.rewrite.stages import Staged
@@ -62,6 +64,7 @@ def _loop_of(staged: Staged, place: int) -> tuple[list[int], Any, dict[Any, Any]
     body = with_pulled(eqns, own, [where is None for where in staged.body])
     made = {v for i in body for v in eqns[i].outvars}
     mine = {v for i in own for v in eqns[i].outvars}
+    body = _sums_early(body, eqns, {c.result for c in loop.carries})
     read = dict.fromkeys(v for i in body for v in variables(eqns[i].invars) if v not in made)
     carries = [c for c in loop.carries if c.result in mine]
     sums = {c.inside for c in carries}
@@ -91,6 +94,30 @@ def _loop_of(staged: Staged, place: int) -> tuple[list[int], Any, dict[Any, Any]
         [*(c.last for c in carried), *(outside for _, outside in stacks)],
     )
     return body, scan, received, passed
+
+
+def _sums_early(body: Sequence[int], eqns: Sequence, results: set) -> list[int]:
+    """The order of a body in which what only adds to sums over micro-batches (`results`) comes as
+    soon as it can: each run's task adds its own gradients."""
+    makers = {v: i for i in body for v in eqns[i].outvars}
+    needs = {i: {makers[v] for v in variables(eqns[i].invars) if v in makers} for i in body}
+    readers = Counter(n for i in body for n in needs[i])
+    late: dict[int, set[int]] = {}  # equation -> what it still waits for
+    for i in reversed(body):
+        sums = not results.isdisjoint(eqns[i].outvars)
+        cast = readers[i] == 1 and len(needs[i]) == 1 and any(i in n for n in late.values())
+        if (sums or cast) and needs[i] and kinds.is_elementwise(eqns[i]):
+            late[i] = needs[i]
+    found: list[int] = []
+    for i in body:
+        ready = [] if i in late else [i]
+        while ready:
+            found.append(done := ready.pop())
+            for n, waits in late.items():
+                if done in waits:
+                    waits.discard(done)
+                    ready += [n] * (not waits)
+    return found
 
 
 def _traced(

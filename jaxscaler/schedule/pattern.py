@@ -11,8 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import lcm
 
-from ortools.sat.python import cp_model
-
+from jaxscaler import cp_model
 from jaxscaler.schedule.bound import topological, waits_of
 from jaxscaler.schedule.simulate import holdings
 from jaxscaler.schedule.tasks import NO_MICRO, UPDATE, Order, Pipeline, Task, task_graph

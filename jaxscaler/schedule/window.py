@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import lcm
 
-from ortools.sat.python import cp_model
-
+from jaxscaler import cp_model
 from jaxscaler.errors import ScheduleError
 from jaxscaler.schedule.bound import waits_of
 from jaxscaler.schedule.linear import sequence

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from ortools.sat.python import cp_model
 
+from jaxscaler import cp_model
 from jaxscaler.solve.kernel import FORBIDDEN, Kernel, from_problem
 from jaxscaler.solve.problem import StrategyProblem
 

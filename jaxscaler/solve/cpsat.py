@@ -14,8 +14,8 @@ from itertools import pairwise
 
 import numpy as np
 from numba import njit
-from ortools.sat.python import cp_model
 
+from jaxscaler import cp_model
 from jaxscaler.solve.kernel import FORBIDDEN, Kernel
 
 WORKERS = 2
@@ -62,7 +62,7 @@ def solve_exact(
         solver.parameters.max_deterministic_time = work
     if seconds < float("inf"):
         solver.parameters.max_time_in_seconds = max(seconds, 0.01)
-    watcher = _Watcher(kernel, found) if found else None
+    watcher = _watcher(kernel, found) if found else None
     status = solver.solve(model, watcher)
     response = solver.response_proto
     if status == cp_model.MODEL_INVALID:
@@ -87,14 +87,15 @@ def literals_needed(kernel: Kernel) -> int:
     return int((np.diff(kernel.edge_ptr) * (columns // 2 + 2)).sum())
 
 
-class _Watcher(cp_model.CpSolverSolutionCallback):
-    def __init__(self, kernel: Kernel, found: Callable[[np.ndarray], None]):
-        super().__init__()
-        self._kernel, self._found = kernel, found
+def _watcher(
+    kernel: Kernel, found: Callable[[np.ndarray], None]
+) -> cp_model.CpSolverSolutionCallback:
+    class Watcher(cp_model.CpSolverSolutionCallback):
+        def on_solution_callback(self) -> None:
+            values = np.array(self.response_proto.solution, np.int64)
+            found(_choice(kernel, values))
 
-    def on_solution_callback(self) -> None:
-        values = np.array(self.response_proto.solution, np.int64)
-        self._found(_choice(self._kernel, values))
+    return Watcher()
 
 
 def _choice(kernel: Kernel, values: np.ndarray) -> np.ndarray:

@@ -211,20 +211,22 @@ class _Builder:
         level = self.classes.op[maker[0]].repeat if maker else 1
         direct: dict[Spot, list[int]] = {}  # reader -> runs per step of each operand it reads
         shared: dict[Spot, list[int]] = {}
-        crossing = False
+        crossing, laid_out = False, level
         for reader, times in self.classes.readers[k].items():
             spot = self.read.get(reader, WHOLE)
             op = self.classes.op[reader[0]]
             straight = spot[0] == made[0] or (value.role in STATE_ROLES and op.phase == UPDATE)
             (direct if straight else shared).setdefault(spot, []).append(times)
             crossing |= not straight and op.repeat > level
+            if not straight:  # anew wherever it is read, but once for a loop that takes it apart
+                laid_out = max(laid_out, op.repeat // self.classes.trips(op))
         traffic = k in self.classes.state_traffic
         source = self.use.get(k, made)
         wanted = len(shared) > 1 or crossing or (k in self.shared and bool(shared))
         if k not in self.use and wanted:
             name = value.path or self.describe(maker[0]) if maker else value.path
             node = self.value_node("use", f"use:{name}", k)
-            times = self.classes.instances[k] * level
+            times = self.classes.instances[k] * laid_out
             self.edges.append(Edge(made[0], made[1], node, 0, k, times, traffic))
             source = self.use[k] = (node, 0)
         for origin, spots in ((made, direct), (source, shared)):

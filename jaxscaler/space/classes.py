@@ -108,6 +108,19 @@ class Classes:
             found.setdefault(k, {})[c, s] = times
         return found
 
+    @cached_property
+    def _trips(self) -> list[int]:
+        """Per op, of the innermost loop around it."""
+        found = [1] * len(self.graph.ops)
+        for loop in sorted(self.graph.loops, key=lambda loop: loop.first - loop.last):
+            found[loop.first : loop.last + 1] = [loop.trips] * (loop.last + 1 - loop.first)
+        return found
+
+    def trips(self, op: Op) -> int:
+        """How often a marker's loop goes round for one run of it; 1 for other ops."""
+        is_marker = "marker" in self.graph.kinds[op.kind].traits
+        return self._trips[op.id] if is_marker else 1
+
     def light(self, c: int) -> bool:
         """Whether an op only casts, rescales or views its operands, or is a marker."""
         return bool(self.kind[c].traits & {"marker", "elementwise", "alias", "fusable"})

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
+import numpy as np
+
+from jaxscaler.graph.fold import runs_again
 from jaxscaler.graph.ir import PASS, Op
 from jaxscaler.space.classes import Classes
 
@@ -23,45 +27,50 @@ class Cluster:
 
 
 def clusters(classes: Classes) -> dict[int, Cluster]:
-    """Op class -> the cluster it is in. Ops join the maker of an operand of their own shape."""
+    """Op class -> the cluster it is in. Ops join the makers of operands of their own shape."""
     owner: dict[int, Cluster] = {}
-    beside: dict[tuple, int] = {}
-    for c, op in enumerate(classes.op):
+    for c in range(len(classes.op)):
         own = _joinable(classes, c)
-        if own is None or classes.trivial(c):
-            continue
+        if own is not None and not classes.trivial(c):
+            sizes = [classes.kind[c].rule.factors[f].size for f in own]
+            owner[c] = Cluster(sizes, {c: {f: i for i, f in enumerate(own)}})
+    beside: dict[tuple, tuple[int, int]] = {}
+    reads = _reads_of(classes)
+    for c in list(owner):
         rule = classes.kind[c].rule
-        numbered = {f: i for i, f in enumerate(own)}
-        owner[c] = Cluster([rule.factors[f].size for f in own], {c: numbered})
-        for slot, v in enumerate(op.inputs):
-            maker = classes.maker.get(classes.of[v]) if v >= 0 else None
+        for op, slot, v in reads.get(c, ()):
+            maker = classes.maker.get(classes.of[v])
             if maker is None or maker[0] not in owner:
                 continue
-            if not _together(classes, c, maker[0], v):
-                if _again(op) and not _again(classes.op[maker[0]]):
+            if not _together(classes, op, v):
+                if runs_again(op) and not runs_again(classes.op[maker[0]]):
                     # what is made again of a value that was kept, side by side: one kernel
                     place = (classes.of[v], op.phase, op.repeat, int(classes.folded.block[op.id]))
-                    other = beside.setdefault(place, c)
+                    other, at = beside.setdefault(place, (c, slot))
                     if other != c:
-                        pairs = _by_dim(rule.operands[slot], _reads(classes, other, v))
-                        _merge(owner, c, other, pairs)
+                        theirs = classes.kind[other].rule.operands[at]
+                        _merge(owner, c, other, _by_dim(rule.operands[slot], theirs))
                 continue
             theirs = classes.kind[maker[0]].rule.results[maker[1]]
             _merge(owner, c, maker[0], _by_dim(rule.operands[slot], theirs))
     return owner
 
 
+def _reads_of(classes: Classes) -> dict[int, list[tuple[Op, int, int]]]:
+    """Op class -> (op, operand position, value), one of each class of values that is read there."""
+    graph, folded = classes.graph, classes.folded
+    reader, slot, value = graph.reads.T
+    kind = np.stack((folded.op_class[reader], slot, folded.value_class[value]))
+    _, first = np.unique(kind, axis=1, return_index=True)
+    found: dict[int, list[tuple[Op, int, int]]] = defaultdict(list)
+    for o, n, v in graph.reads[np.sort(first)].tolist():
+        found[int(folded.op_class[o])].append((graph.ops[o], n, v))
+    return found
+
+
 def _by_dim(dims, others) -> list[tuple[int, int]]:
     """The factors of two views of one tensor, dim by dim."""
     return [(a[0], b[0]) for a, b in zip(dims, others) if a and b]
-
-
-def _reads(classes: Classes, c: int, v: int):
-    """The dims of an operand of op class `c` that is of the class of value `v`."""
-    slots = [
-        n for n, u in enumerate(classes.op[c].inputs) if u >= 0 and classes.of[u] == classes.of[v]
-    ]
-    return classes.kind[c].rule.operands[slots[0]]
 
 
 def _merge(owner: dict[int, Cluster], c: int, maker: int, pairs: list[tuple[int, int]]) -> None:
@@ -100,17 +109,13 @@ def _joinable(classes: Classes, c: int) -> list[int] | None:
     return own
 
 
-def _together(classes: Classes, c: int, maker: int, v: int) -> bool:
+def _together(classes: Classes, op: Op, v: int) -> bool:
     """Whether an op and the maker of its operand are in one phase, loop level and layer.
 
     What of the forward pass runs again in the backward pass is apart from it.
     """
-    op, other = classes.op[c], classes.op[maker]
-    if other.phase != op.phase or other.repeat != op.repeat or _again(op) != _again(other):
+    other = classes.graph.ops[classes.graph.makers[v, 0]]
+    if other.phase != op.phase or other.repeat != op.repeat or runs_again(op) != runs_again(other):
         return False
     block = classes.folded.block
-    return bool(block[classes.graph.makers[v, 0]] == block[op.id])
-
-
-def _again(op: Op) -> bool:
-    return op.origin is not None and op.origin.again
+    return bool(block[other.id] == block[op.id])

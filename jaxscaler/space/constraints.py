@@ -47,8 +47,14 @@ NO_HOLES: Mapping[str, int] = {}
 
 # What the language has words for and a plan of shardings can not carry out.
 UNPLANNED_ALGOS = {
-    Cast: "values keep their dtype: partial sums are added up before a cast that follows them",
-    Kernel: "ops keep their implementation: no equation of the step stands for another",
+    Cast: (
+        "ops keep their dtype, unless the step itself is planned with this line, its loss marked "
+        "by jaxscaler.value_and_grad"
+    ),
+    Kernel: (
+        "ops keep their implementation, unless the step itself is planned with this line, its loss "
+        "marked by jaxscaler.value_and_grad"
+    ),
 }
 UNPLANNED_PLACES = {
     SAME_DEVICE: (

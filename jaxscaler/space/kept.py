@@ -85,12 +85,13 @@ def equations_of(segments: Sequence[Segment]) -> dict[tuple, int]:
     }
 
 
-def is_within(at: Mapping[tuple, int], op: Op) -> bool:
-    """Whether an op came from one of the segments."""
+def segment_of(at: Mapping[tuple, int], op: Op) -> int | None:
+    """The segment that an op came from, if from any."""
     if op.origin is None:
-        return False
+        return None
     loss, key, _ = op.origin
-    return any((loss, key[:n], key[n]) in at for n in range(0, len(key), 2))
+    around = ((loss, key[:n], key[n]) for n in range(0, len(key), 2))
+    return next((at[equation] for equation in around if equation in at), None)
 
 
 def _direct(at: Mapping[tuple, int], op: Op) -> int | None:

@@ -2,23 +2,26 @@
 
 Of a value that a loop makes, one part is in memory at a time; its kernels start once a part, and
 read anew what they read whole; what the backward pass needs is made again there. All that is a
-change of numbers in a `Model`: nodes, edges and strategies stay. What a loop adds beside (copies
-that put parts in order, sums over parts and lanes, reductions once a part) is left out, so that a
-plan priced so is at most too good; the step that is traced with the loop has the true price.
+change of numbers in a `Model`: nodes, edges and strategies stay. Gradients that add up over parts
+are in memory all the while, and so are the copies in which what goes in and comes out has its parts
+in order. What a loop adds beside (the seconds of those copies, sums over lanes, reductions once a
+part) is left out; the step that is traced with the loop has the true price.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxscaler.cluster.mesh import Mesh
 from jaxscaler.cost.compute import Work
-from jaxscaler.graph.ir import FORWARD, Op, OpGraph
+from jaxscaler.cost.memory import Lives
+from jaxscaler.graph.ir import BACKWARD, FORWARD, UPDATE, Op, OpGraph, dtype_bytes
 from jaxscaler.rewrite.changes import Key
 from jaxscaler.space.nodes import Node
 from jaxscaler.space.price import Filter
@@ -33,20 +36,24 @@ class Looped(NamedTuple):
 
     cuts: (loss, key of an equation) -> per result the dim that is cut, None for a whole one.
     again: whether a part is made again in the backward pass (a co-shard), or the backward pass of a
-    part follows its forward pass (accumulation).
+    part follows its forward pass (accumulation). segment: of the equations, where each has a loop
+    of its own.
     """
 
     parts: int
     size: int
     cuts: Mapping[tuple[int, Key], tuple[int | None, ...]]
     again: bool
+    segment: Mapping[tuple[int, Key], int] = {}
 
 
 class Reach(NamedTuple):
     """What a loop covers of a graph: ops, values that it holds in parts, ops that run once more.
 
     whole: op -> its ports (operands, then results) that each part reads or makes whole. cut: value
-    that is made in parts -> its dim that is cut.
+    that is made in parts -> its dim that is cut. sums: gradients that add up over the parts of
+    an accumulation. copies: (value, first and last op) of what a co-shard reads and hands on in
+    parts.
     """
 
     ops: frozenset[int]
@@ -54,6 +61,8 @@ class Reach(NamedTuple):
     more: frozenset[int]
     whole: Mapping[int, frozenset[int]]
     cut: Mapping[int, int]
+    sums: frozenset[int]
+    copies: tuple[tuple[int, int, int], ...] = ()
 
 
 def reach(graph: OpGraph, loop: Looped) -> Reach:
@@ -80,7 +89,45 @@ def reach(graph: OpGraph, loop: Looped) -> Reach:
                 if any(o in more or graph.ops[o].phase != FORWARD for o in readers.get(v, ())):
                     more.add(op.id)
     whole = {op.id: _whole_ports(graph, op, cut) for op in inside}
-    return Reach(frozenset(ids), frozenset(held), frozenset(more), whole, cut)
+    sums = frozenset() if loop.again else _gradients(graph, {loss for loss, _ in loop.cuts})
+    copies = _copies(graph, loop, inside, cut, cut.keys() - held) if loop.again else ()
+    return Reach(frozenset(ids), frozenset(held), frozenset(more), whole, cut, sums, copies)
+
+
+def _copies(
+    graph: OpGraph, loop: Looped, inside: Sequence[Op], cut: Mapping[int, int], late: Set[int]
+) -> tuple[tuple[int, int, int], ...]:
+    """What is sliced into parts, or joined of them (`late`), per segment and pass."""
+    state, spans = set(graph.inputs), {}
+    ends: set[tuple[int, tuple[int, bool]]] = set()
+    for op in inside:
+        equation = equation_of(loop, op)
+        assert equation is not None
+        where = loop.segment.get(equation, 0), op.phase == FORWARD
+        first, last = spans.get(where, (op.id, op.id))
+        spans[where] = min(first, op.id), max(last, op.id)
+        rule = graph.kinds[op.kind].rule
+        sides = (*zip(op.inputs, rule.operands), *zip(op.outputs, rule.results))
+        f = next((_major(dims, cut[v]) for v, dims in sides if v in cut), None)
+        if f is not None:
+            ends.update(
+                (v, where) for v, dims in sides if v >= 0 and v not in state
+                and (v in late or v not in cut) and _dim_of(dims, f) is not None
+            )  # fmt: skip
+    return tuple((v, *spans[where]) for v, where in sorted(ends))
+
+
+def _gradients(graph: OpGraph, losses: Set[int]) -> frozenset[int]:
+    """What the backward passes of losses hand to the update, or out of the step."""
+    read = {v for o, _, v in graph.reads.tolist() if graph.ops[o].phase == UPDATE}
+    read.update(graph.outputs)
+    return frozenset(
+        v
+        for op in graph.ops
+        if op.phase == BACKWARD and op.origin is not None and op.origin.loss in losses
+        for v in op.outputs
+        if v in read
+    )
 
 
 def _whole_ports(graph: OpGraph, op: Op, cut: Mapping[int, int]) -> frozenset[int]:
@@ -107,8 +154,10 @@ def _followed(graph: OpGraph, loop: Looped, inside: Sequence[Op]) -> dict[int, i
     made = {v for op in inside for v in op.outputs if v >= 0}
     cut: dict[int, int] = {}
     for op in inside:
-        known = loop.cuts.get((op.origin.loss, op.origin.key)) if op.origin else None
-        if known is not None and op.phase == FORWARD and len(known) == len(op.outputs):
+        assert op.origin is not None
+        known = loop.cuts.get((op.origin.loss, op.origin.key))
+        same = op.phase == FORWARD or op.origin.again  # as in the equation
+        if known is not None and same and len(known) == len(op.outputs):
             shapes = zip(op.outputs, known)
             cut.update({v: d for v, d in shapes if v >= 0 and d is not None
                         and d < len(graph.values[v].shape)})  # fmt: skip
@@ -152,6 +201,11 @@ def with_loops(model: Model, loops: Sequence[tuple[Looped, Reach]]) -> Model:
         parts[list(covered.ops)] *= loop.parts
         runs[list(covered.more)] += 1
     lives = model.lives._replace(share=model.lives.share * share[model.lives.value])
+    for loop, covered in loops:
+        if loop.again:
+            lives = _more(lives, [(v, a, b, 1.0) for v, a, b in covered.copies])
+        else:
+            lives = _added_up(model, lives, covered)
     found = model_of(graph, folded, model.space, lives)
     classes = folded.op_class
     total = Counter(classes.tolist())
@@ -175,6 +229,43 @@ def with_loops(model: Model, loops: Sequence[tuple[Looped, Reach]]) -> Model:
     np.minimum.at(fewest, folded.value_class, pieces)
     by_class = {k: n for k, n in enumerate(fewest.tolist()) if 1 < n < np.iinfo(np.int64).max}
     return replace(found, works=tuple(works), extend=model.extend, parts=by_class)
+
+
+def _added_up(model: Model, lives: Lives, covered: Reach) -> Lives:
+    """What adds up over the parts of an accumulation lives from its start to its end, in f32 at
+    least. It is where the value lies that it is a cast or a view of."""
+    graph, space, classes = model.graph, model.space, model.folded.value_class
+    found: dict[int, float] = {}
+    for v in covered.sums:
+        size = dtype_bytes(graph.values[v].dtype)
+        nbytes = prod(graph.values[v].shape) * max(size, 4.0)
+        while int(classes[v]) not in space.use and int(classes[v]) not in space.made:
+            maker = int(graph.makers[v, 0])
+            if maker < 0 or len(graph.ops[maker].inputs) != 1:
+                break
+            v = graph.ops[maker].inputs[0]
+        value = graph.values[v]
+        found[v] = found.get(v, 0.0) + nbytes / max(tensor_bytes(value.shape, value.dtype), 1.0)
+    rest = ~np.isin(lives.value, list(found))
+    others = Lives(
+        lives.value[rest], lives.lo[rest], lives.hi[rest], lives.moment, lives.share[rest]
+    )
+    span = min(covered.ops, default=0), max(covered.ops, default=-1)
+    return _more(others, [(v, *span, times) for v, times in found.items()])
+
+
+def _more(lives: Lives, buffers: Sequence[tuple[int, int, int, float]]) -> Lives:
+    """With buffers more: (value, first op, last op, times its bytes)."""
+    if not buffers:
+        return lives
+    value, first, last, share = map(np.array, zip(*buffers))
+    return Lives(
+        np.append(lives.value, value),
+        np.append(lives.lo, np.searchsorted(lives.moment, first, side="left")),
+        np.append(lives.hi, np.searchsorted(lives.moment, last, side="right")),
+        lives.moment,
+        np.append(lives.share, share),
+    )
 
 
 def _in_parts(work: Work, parts: int, again: float, whole: frozenset[int]) -> Work:

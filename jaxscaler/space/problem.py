@@ -16,9 +16,10 @@ from jaxscaler.cluster.mesh import Mesh
 from jaxscaler.cost import compute
 from jaxscaler.cost.memory import Lives
 from jaxscaler.graph.fold import Folded
-from jaxscaler.graph.ir import FROM_HOST, SLICE, STACK, UPDATE, Kind, Op, OpGraph
+from jaxscaler.graph.ir import FROM_HOST, SLICE, STACK, UPDATE, Kind, Op, OpGraph, dtype_bytes
 from jaxscaler.solve.problem import StrategyProblem
 from jaxscaler.space import strategies as st
+from jaxscaler.space.kernels import Fused, kernels
 from jaxscaler.space.nodes import Node, Space
 
 VECTOR = "float32"  # elementwise work; its rate hardly matters, memory binds
@@ -56,6 +57,7 @@ class Model:
     fixed_bytes: int  # what every device holds whatever the plan: scalars, keys, constants
     samples: tuple[int, ...]  # value class -> one of its values
     instances: tuple[int, ...]  # value class -> how many values it has
+    streams: Mapping[tuple[int, int], int]  # (cluster, value class) -> which tensor of its work
     extend: Callable[[Priced, Any], Priced] | None = None  # to a larger problem (recompute.py)
     parts: Mapping[int, int] = field(default_factory=dict)  # value class -> parts of it
 
@@ -75,21 +77,6 @@ class Priced:
         node, port = spot
         row = self.strategies[node][choice[node] : choice[node] + 1]
         return st.layouts(self.model.space.nodes[node], port, row)[0]
-
-
-def dtype_bytes(dtype: str) -> float:
-    """Bytes per element by dtype name ("bfloat16", "int4", "bool", "key<fry>" …)."""
-    return _BYTES.get(dtype) or _bytes(dtype)
-
-
-_BYTES: dict[str, float] = {"bool": 1.0}
-
-
-def _bytes(dtype: str) -> float:
-    digits = "".join(c for c in dtype.split("_")[0] if c.isdigit())  # float8_e4m3fn -> 8
-    found = int(digits) / 8 if digits else 8.0  # a random key is two words
-    _BYTES[dtype] = found
-    return found
 
 
 def tensor_bytes(shape, dtype: str) -> float:
@@ -112,19 +99,24 @@ def model(graph: OpGraph, folded: Folded, space: Space, lives: Lives) -> Model:
     for _, o in graph.state:
         if graph.outputs[o] >= 0:
             buffered[graph.outputs[o]] = True
+    of_class = np.zeros(int(folded.value_class.max(initial=0)) + 1, bool)
+    of_class[folded.value_class[buffered]] = True  # those of inner layers are not in `lives`
+    buffered = of_class[folded.value_class]
+    _, samples, instances = np.unique(folded.value_class, return_index=True, return_counts=True)
+    fused = kernels(graph, folded, space, buffered)
     works = tuple(
         None
         if not node.members
         else _op_work(graph, folded, node.members[0], buffered)
         if node.what == "op"
-        else _cluster_work(graph, folded, space, node, buffered)
-        for node in space.nodes
+        else _cluster_work(graph, folded, node, fused[i], samples)
+        for i, node in enumerate(space.nodes)
     )
     rows = max(len(lives.moment), 1)
     memory, fixed = _memory(graph, folded, space, lives, rows)
-    _, samples, instances = np.unique(folded.value_class, return_index=True, return_counts=True)
+    streams = {(i, k): n for i, f in fused.items() for n, (_, k) in enumerate(f.streams)}
     return Model(graph, folded, space, lives, works, tuple(memory), fixed,
-                 tuple(samples.tolist()), tuple(instances.tolist()))  # fmt: skip
+                 tuple(samples.tolist()), tuple(instances.tolist()), streams)  # fmt: skip
 
 
 def _op_work(graph, folded, c: int, buffered: np.ndarray) -> compute.Work:
@@ -188,26 +180,22 @@ def _is_batched(kind: Kind) -> bool:
     return bool(held) and bool(set.intersection(*held))
 
 
-def _cluster_work(graph, folded, space, node: Node, buffered: np.ndarray) -> compute.Work:
-    """Work of a cluster: one kernel that streams each value in memory once."""
-    streams: dict[tuple[int, int], float] = {}
-    flops = 0.0
-    for c in node.members:
-        op = graph.ops[folded.representatives[c]]
-        flops += graph.kinds[op.kind].flops
-        read = [(space.read[c, slot][1], v) for slot, v in enumerate(op.inputs) if v >= 0]
-        made = [(space.made[int(folded.value_class[v])][1], v) for v in op.outputs if v >= 0]
-        for port, v in (*read, *made):
-            if buffered[v]:
-                streams[port, int(folded.value_class[v])] = _value_bytes(graph, v)
-    first = node.members[0]
+def _cluster_work(graph, folded, node: Node, fused: Fused, samples) -> compute.Work:
+    """Work of a cluster: its kernels share out what all of them do. One that stores nothing is
+    computed by its readers."""
+    flops = sum(
+        graph.kinds[graph.ops[folded.representatives[c]].kind].flops * int(folded.multiplicity[c])
+        for c in node.members
+    )
+    runs = max(fused.number, 1)
+    sizes = {(port, k): _value_bytes(graph, samples[k]) for port, k in fused.streams}
     return compute.Work(
-        flops=flops,
+        flops=flops / runs,
         dtype=VECTOR,
-        tensors=tuple((port, nbytes) for (port, _), nbytes in streams.items()),
+        tensors=tuple((at[0], sizes[at] * n / runs) for at, n in fused.streams.items()),
         factors=tuple(range(len(node.factors))),
-        runs=graph.ops[folded.representatives[first]].repeat * int(folded.multiplicity[first]),
-        kernel=bool(streams),
+        runs=graph.ops[folded.representatives[node.members[0]]].repeat * runs,
+        kernel=fused.number > 0,
     )
 
 
@@ -225,12 +213,15 @@ def _memory(graph, folded, space, lives, rows) -> tuple[list[Memory], int]:
 
     arguments = [(classes[v], v) for v in (*graph.inputs, *graph.constants)]
     held = Counter(k for k, _ in arguments)
+    times: dict[int, float] = {}
+    if graph.under_way > 1:
+        times = {v: graph.under_way for o, _, v in graph.reads.tolist() if graph.waits(v, o)}
     for k, v in dict(arguments).items():
         spot, nbytes = space.rest.get(k), _value_bytes(graph, v)
         if spot is None:
             fixed += held[k] * nbytes
         else:
-            entries[(*spot, k, nbytes, 0, rows)] += held[k]
+            entries[(*spot, k, nbytes * times.get(v, 1.0), 0, rows)] += held[k]
     live = zip(*(column.tolist() for column in (lives.value, lives.share, lives.lo, lives.hi)))
     for v, share, lo, hi in live:
         k = classes[v]

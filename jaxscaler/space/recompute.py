@@ -8,19 +8,21 @@ buffers. What is then decided, pairwise and exactly:
 |---|---|
 | an op (or cluster) that runs again | run, under each strategy; off: it does not, one strategy |
 | the use of a value that it makes | again; kept; on the host: each in each layout; off: not read |
+| segments whose ops share their nodes | again; whole: as the author wrote them |
 
 An op that is off reads nothing and offers nothing. A value that is kept costs no second run, has
 the layout of its first copy in the forward pass, and stays in memory from there on; one that goes
 to the host costs the way there and back, and takes memory as one that is made again; one that is
 off may not be read. Whether a value is kept at all is asked where it has a buffer; what is fused
-into its readers runs with them.
+into its readers runs with them. A segment that is whole keeps all such values, and nothing of it
+runs again.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from math import prod
 
@@ -29,82 +31,13 @@ import numpy as np
 from jaxscaler.cost import compute
 from jaxscaler.cost.memory import enclosing, rules_for
 from jaxscaler.cost.reshard import local_bytes
-from jaxscaler.graph.fold import Folded
-from jaxscaler.graph.ir import Loop, OpGraph
-from jaxscaler.rewrite.changes import Recompute, Segment
+from jaxscaler.graph.ir import Loop
+from jaxscaler.rewrite.changes import Recompute
 from jaxscaler.solve.problem import INFINITY, StrategyProblem
 from jaxscaler.space import strategies as st
-from jaxscaler.space.kept import Lifetimes, Pair, equations_of, is_within, lives_of
-from jaxscaler.space.nodes import Space
+from jaxscaler.space.again import HOSTED, KEPT, OFF, RUN, STAYS, Recomputation
+from jaxscaler.space.kept import Lifetimes, Pair, lives_of
 from jaxscaler.space.problem import VECTOR, Priced, host_seconds, tensor_bytes
-
-RUN, KEPT, OFF, HOSTED = 0, 1, 2, 3  # of a use: made again, kept, not read, kept by the host
-STAYS = (KEPT, HOSTED)
-HOSTS = ("NVIDIA", "Google")  # whose compilers put values into the memory of the host
-
-
-@dataclass(frozen=True)
-class Recomputation:
-    """What of a space can run again or be kept instead."""
-
-    segments: tuple[Segment, ...]
-    pairs: tuple[Pair, ...]
-    op_nodes: frozenset[int]  # ops of the forward pass that run again
-    use_nodes: frozenset[int]  # of values that op_nodes make
-    kept: Mapping[int, tuple[Pair, ...]]  # of use_nodes: instances of its value, if it is keepable
-    hosted: frozenset[int] = frozenset()  # of those, whose values may go to the host
-    parts: Mapping[int, int] = field(default_factory=dict)  # of a kept value, in memory at a time
-
-    def states(self, node: int) -> tuple[int, ...]:
-        """The states of a node, in the order of its strategies; OFF has one, the others have all
-        strategies of the node."""
-        if node in self.op_nodes:
-            return (RUN, OFF)
-        if node not in self.use_nodes:
-            return (RUN,)
-        kept = (KEPT,) if node in self.kept else ()
-        return (RUN, *kept, *((HOSTED,) if node in self.hosted else ()), OFF)
-
-
-# -- on a space --------------------------------------------------------------------------------
-
-
-def recomputation(
-    graph: OpGraph,
-    folded: Folded,
-    space: Space,
-    segments: Sequence[Segment],
-    pairs: Sequence[Pair],
-    hosts: bool = False,
-) -> Recomputation:
-    """Which nodes of a space (built with `shared`) can be off, and which values kept; `hosts`: or
-    on the host, but those of loops, which stack them."""
-    at = equations_of(segments)
-    op_nodes = set()
-    for i, node in enumerate(space.nodes):
-        ops = [graph.ops[folded.representatives[c]] for c in node.members]
-        if ops and all(is_within(at, op) and op.origin.again for op in ops):
-            op_nodes.add(i)
-    uses = {
-        use[0]: k
-        for k, use in space.use.items()
-        if k in space.made and space.made[k][0] in op_nodes and use[0] != space.made[k][0]
-    }
-    classes = folded.value_class.tolist()
-    instances = Counter(classes)
-    by_class: dict[int, list[Pair]] = defaultdict(list)
-    for pair in pairs:
-        by_class[classes[pair.again]].append(pair)
-    kept = {
-        node: tuple(by_class[k])
-        for node, k in uses.items()
-        if len(by_class.get(k, ())) == instances[k]
-    }
-    outside = [not segment.inside for segment in segments]
-    hosted = {n for n, some in kept.items() if hosts and all(outside[p.segment] for p in some)}
-    return Recomputation(
-        tuple(segments), tuple(pairs), frozenset(op_nodes), frozenset(uses), kept, frozenset(hosted)
-    )
 
 
 def changes_of(found: Recomputation, priced: Priced, choice: np.ndarray) -> tuple[Recompute, ...]:
@@ -153,6 +86,7 @@ class _Extension:
         self.model, self.old = priced.model, priced.problem
         self.space = self.model.space
         self.sizes = np.diff(self.old.node_ptr)
+        self.gains: dict[int, np.ndarray] = {}  # of an op: by all that it need not stream
         self.of: list[np.ndarray] = []  # per node: strategy -> the old one
         self.state: list[np.ndarray] = []
         for i, n in enumerate(self.sizes.tolist()):
@@ -165,6 +99,7 @@ class _Extension:
     def run(self) -> Priced:
         costs = [self.node_costs(i) for i in range(len(self.of))]
         edges = self.edges()
+        costs += [np.zeros(2, np.int64)] * len(self.found.wholes)
         usages = self.usages()
         pairs = list(edges)
 
@@ -186,8 +121,9 @@ class _Extension:
             usages=np.concatenate([u[3] for u in usages]) if usages else empty,
             usage_limit=self.old.usage_limit,
         )
-        rows = tuple(r[of] for r, of in zip(self.priced.strategies, self.of))
-        return replace(self.priced, problem=problem, strategies=rows)
+        rows = [r[of] for r, of in zip(self.priced.strategies, self.of)]
+        rows += [np.full((2, len(self.mesh_sizes)), st.UNUSED)] * len(self.found.wholes)
+        return replace(self.priced, problem=problem, strategies=tuple(rows))
 
     # -- costs -------------------------------------------------------------------------------------
 
@@ -272,6 +208,9 @@ class _Extension:
             for spot in {self.first_spot(pair) for pair in pairs}:
                 self.tie(out, spot, node)
             self.untouched(out, node)
+        for n, group in enumerate(self.found.wholes, start=len(self.of)):
+            for node, share in group.items():
+                self.whole(out, n, node, share)
         return out
 
     def conditional(self, i: int, j: int, table: np.ndarray, directions) -> np.ndarray:
@@ -316,28 +255,55 @@ class _Extension:
         if self.loops_of(pair) and all("fusable" in kind.traits for kind in kinds):
             found = (self.space.read.get((int(folded.op_class[o]), slot)) for o, slot in reads)
             spots.update(spot for spot in found if spot is not None)
-        value = graph.values[pair.again]
         for other, port in spots:
-            gain = self.saved(other, (port, tensor_bytes(value.shape, value.dtype)))
+            gain = self.saved(other, port, k)
             gain = np.where(self.state[other] == RUN, gain[self.of[other]], 0)
-            table = np.where(np.isin(self.state[node], STAYS)[None, :], -gain[:, None], 0)
+            table = np.where((self.state[node] != RUN)[None, :], -gain[:, None], 0)
             _add(out, other, node, table)
+            self.gains[other] = self.gains.get(other, 0) + gain
+
+    def whole(self, out: dict, group: int, node: int, share: float) -> None:
+        """A group of segments that is whole keeps all that it may; its share of what an op takes
+        when it runs again is not paid."""
+        if node in self.found.kept:
+            made = np.isin(self.state[node], (RUN, HOSTED))
+            _add(out, node, group, np.stack((np.zeros(len(made), np.int64), made * INFINITY), 1))
+            return
+        cost = self.old.node_costs[self.old.node_ptr[node] : self.old.node_ptr[node + 1]]
+        paid = np.where(self.state[node] == RUN, cost[self.of[node]], 0) - self.gains.get(node, 0)
+        saved = np.where(cost[self.of[node]] < INFINITY, share * np.maximum(paid, 0), 0)
+        saved = saved.astype(np.int64)
+        if saved.any():
+            _add(out, node, group, np.stack((np.zeros_like(saved), -saved), 1))
 
     def is_cluster(self, node: int) -> bool:
         return self.space.nodes[node].what == "cluster"
 
-    def saved(self, node: int, tensor: tuple[int, float]) -> np.ndarray:
-        """Cost units that a node's kernel takes less without one of its tensors: [strategies]."""
+    def saved(self, node: int, port: int, k: int) -> np.ndarray:
+        """Cost units that a node's kernels take less if they do not stream the value class `k`
+        at a port: [strategies]."""
         work = self.model.works[node]
-        if work is None or tensor not in work.tensors:
+        at = None
+        if work is not None and self.is_cluster(node):
+            at = self.model.streams.get((node, k))
+        elif work is not None:
+            at = next((n for n, (p, _) in enumerate(work.tensors) if p == port), None)
+        if work is None or at is None:
             return np.zeros(self.sizes[node], np.int64)
-        tensors = list(work.tensors)
-        tensors.remove(tensor)
-        less = work._replace(tensors=tuple(tensors))
+        tensors = tuple(tensor for n, tensor in enumerate(work.tensors) if n != at)
         parts = st.parts(self.space.nodes[node], self.priced.strategies[node], self.mesh_sizes)
         local = {p: self.local(node, p) for p, _ in work.tensors}
-        time = compute.seconds(work, parts, local, self.device)
-        return self.units(time - compute.seconds(less, parts, local, self.device))
+
+        def seconds(work: compute.Work) -> np.ndarray:
+            return compute.seconds(work, parts, local, self.device)
+
+        saved = seconds(work) - seconds(work._replace(tensors=tensors))
+        if self.is_cluster(node):  # what stores nothing is no kernel: each value has a share of it
+            values = self.space.nodes[node].values
+            stored = sum((node, value) in self.model.streams for value in values)
+            start = seconds(work) - seconds(work._replace(kernel=False))
+            saved = saved + start * (k in values) / max(stored, 1)
+        return self.units(saved)
 
     @property
     def mesh_sizes(self) -> tuple[int, ...]:

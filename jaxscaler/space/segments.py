@@ -84,16 +84,22 @@ def _heavy(graph: OpGraph, op: Op) -> bool:
 
 
 def _bodies(graph: OpGraph, loss: int, ops: Sequence[Op], own: set[int]) -> list[Segment]:
-    """The outermost loops over layers: bodies that run several times and do matrix work."""
+    """The outermost loops over layers: bodies that do matrix work."""
     found = []
     ids = {op.id: op for op in ops}
     end = -1
     for loop in sorted(graph.loops):
         inside = [ids[i] for i in range(loop.first, loop.last + 1) if i in ids]
-        if loop.first <= end or loop.trips < 2 or not inside:
+        if loop.first <= end or not inside:
             continue
         body = [op for op in inside if graph.kinds[op.kind].primitive not in (CARRY, SLICE)]
-        prefix = min((_key(op) for op in inside), key=len)  # of the markers: the loop's own
+        keys = {_key(op) for op in inside}
+        least = min(map(len, keys))
+        shortest = sorted(key for key in keys if len(key) == least)
+        # one: of the markers, the loop's own; else those of its body, whose markers have none
+        prefix = shortest[0] if len(shortest) == 1 else shortest[0][:-2]
+        if not prefix:
+            continue
         in_body = [op for op in body if len(_key(op)) > len(prefix)]
         if not any(_heavy(graph, op) for op in in_body) or prefix[0] in own:
             continue

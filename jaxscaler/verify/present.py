@@ -46,7 +46,7 @@ def compiled_here(plan: Plan, step: Any, cluster: Cluster) -> Compiled:
         raise ClusterError(
             f"the plan is for {size} devices ({cluster.name}), {len(devices)} are present"
         )
-    names, shape = zip(*(plan.axes or (("device", 1),)))
+    names, shape = zip(*plan.mesh_axes)
     grid = device_grid(shape, devices[:size])
     mesh = jax.sharding.Mesh(grid, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))
     first = devices[0]
