@@ -255,7 +255,10 @@ class WhatIf:
 
     @property
     def seconds(self) -> float:
-        """By how much a step takes longer."""
+        """By how much a step takes longer; 0 for the same plan, however costs are rounded."""
+        before, after = ((p.axes, p.changes, p.decisions) for p in (self.before, self.after))
+        if before == after:
+            return 0.0
         return self.after.predicted.seconds - self.before.predicted.seconds
 
     def changed(self) -> list[tuple[str, str, str]]:

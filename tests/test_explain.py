@@ -189,8 +189,7 @@ class TestWhatIf:
     def test_a_line_less_is_never_dearer(self, plan):
         for n in (1, 2):
             found = plan.what_if(f"without {n}")
-            rounding = 1e-8 * found.before.predicted.seconds  # of costs, to units of each problem
-            assert found.seconds <= rounding
+            assert found.seconds <= 1e-12
             assert len(found.after.constraints) == 1
         assert found.after.what_if("without 1").after.constraints == ()
 

@@ -99,9 +99,6 @@ def plan_with_loops(
         more.best, more.error = best, error
         best = more.run()
     assert best is not None
-    if lines:
-        said = tuple(str(line) for line in program)
-        best = replace(best, plan=replace(best.plan, constraints=said))
     return best
 
 
