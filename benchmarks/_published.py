@@ -50,7 +50,8 @@ class Published:
     `fabric_gbs`: of a device inside it; None: as the device table has it.
     `shard`: devices that ZeRO splits among, 0 for all. `gradient`: dtype that gradients are summed
     up in. `setup`: what changed between rows of a source that it says are not to be compared.
-    `blocking`: launches wait until kernels are done. `seconds_from`: "step", "tokens" or "TFLOP/s".
+    `blocking`: launches wait until kernels are done. `embed_norm`: a norm follows the table.
+    `seconds_from`: "step", "tokens" or "TFLOP/s".
     `memory_at`: the pipeline stages that it was read on, "first", "ends" or "" for the fullest.
     `out_of_memory`: the run did not fit.
     """
@@ -92,6 +93,7 @@ class Published:
     setup: str
     compiled: bool
     blocking: bool
+    embed_norm: bool
     sequence: bool
     overlap: str
     seconds: float | None
@@ -203,6 +205,7 @@ def normalised(given: dict[str, str]) -> Published:
         stack=said["stack"] or "torch", setup=said["setup"] or "",
         gradient=said["gradient"] or ("float16" if said["dtype"] == "f16" else "float32"),
         compiled=said["compile"] != "no", blocking=said["launch"] == "blocking",
+        embed_norm=said["embed_norm"] == "yes",
         sequence=said["sequence"] == "yes", overlap=said["overlap"] or "",
         seconds=ways.get(seconds_from), seconds_from=seconds_from,
         tflops=number.fraction("measured_tflops_per_device"),

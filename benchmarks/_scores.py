@@ -9,6 +9,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from _published import Published
@@ -19,6 +20,7 @@ REPEATS = 200  # draws of a noise ceiling
 FEW = 5  # plans that a group must have to be ranked
 ENOUGH = 3  # repeated plans that a source must have for a noise of its own
 SIZES = 4  # micro-batches that show a curve
+DEGREES = ("tp", "pp", "micro_batch", "zero", "recompute")  # that plans differ in, but for dp
 SURE = 2.0  # standard deviations by which seconds differ that are not the same
 
 
@@ -138,28 +140,88 @@ class Ranked:
     uneven: float
 
 
+class Plans(NamedTuple):
+    """The different plans of a group: a row of each, mean measured and predicted seconds, and the
+    noise of the mean, relative."""
+
+    rows: list[Published]
+    measured: np.ndarray
+    predicted: np.ndarray
+    spread: np.ndarray
+
+    def apart(self) -> tuple[np.ndarray, np.ndarray]:
+        """(a, b) of the pairs whose measured seconds differ by more than noise makes of equal
+        ones."""
+        a, b = np.triu_indices(len(self.rows), 1)
+        noise = SURE * np.hypot(self.spread[a], self.spread[b])
+        sure = np.abs(np.log(self.measured[a] / self.measured[b])) > noise
+        return a[sure], b[sure]
+
+
+def plans_of(members: Iterable[Scored], floor: float) -> Plans:
+    """Repeated measurements count as their mean. `floor`: noise of a measurement."""
+    rows, measured, predicted, times = [], [], [], []
+    for same in grouped(members, lambda r: r.plan).values():
+        seconds = {s.row.seconds for s in same if s.row.seconds}
+        if seconds:
+            rows.append(same[0].row)
+            measured.append(statistics.fmean(seconds))
+            predicted.append(same[0].seconds)
+            times.append(len(seconds))
+    spread = floor / np.sqrt(np.array(times, float))
+    return Plans(rows, np.array(measured), np.array(predicted), spread)
+
+
 def ranks(scored: Sequence[Scored], floor: dict[str, float]) -> list[Ranked]:
-    """Of every group of at least `FEW` plans; repeated measurements count as their mean. `floor`:
-    noise of a measurement by source."""
+    """Of every group of at least `FEW` plans. `floor`: noise of a measurement by source."""
     found = []
     for group, members in grouped(scored, lambda r: r.group).items():
-        plans = []
-        for same in grouped(members, lambda r: r.plan).values():
-            times = {s.row.seconds for s in same if s.row.seconds}
-            if times:
-                plans.append((statistics.fmean(times), same[0].seconds, len(times)))
-        if len(plans) < FEW:
+        plans = plans_of(members, floor.get(group[0], 0.0))
+        measured, predicted = plans.measured, plans.predicted
+        if len(measured) < FEW:
             continue
-        measured, predicted, times = np.array(plans).T
-        spread = floor.get(group[0], 0.0) / np.sqrt(times)
-        again = np.random.default_rng(0).normal(1.0, spread, (REPEATS, len(plans))) * measured
-        ceiling = np.mean([spearmanr(measured, times).statistic for times in again])
+        again = np.random.default_rng(0).normal(1.0, plans.spread, (REPEATS, len(measured)))
+        ceiling = np.mean([spearmanr(measured, times).statistic for times in again * measured])
         regret = measured[np.argmin(predicted)] / measured.min() - 1
         rank = float(spearmanr(measured, predicted).statistic)
-        a, b = np.triu_indices(len(plans), 1)
-        apart = np.abs(np.log(measured[a] / measured[b])) > SURE * np.hypot(spread[a], spread[b])
+        a, b = plans.apart()
         order = (measured[a] - measured[b]) * (predicted[a] - predicted[b])
-        wrong = float(np.mean(order[apart] <= 0)) if apart.any() else 0.0
-        found.append(Ranked(group, len(plans), rank, float(ceiling), float(regret),
-                            int(apart.sum()), wrong, unevenness(members)[1]))  # fmt: skip
+        wrong = float(np.mean(order <= 0)) if len(order) else 0.0
+        found.append(Ranked(group, len(measured), rank, float(ceiling), float(regret), len(order),
+                            wrong, unevenness(members)[1]))  # fmt: skip
     return found
+
+
+class Differing(NamedTuple):
+    """Pairs of plans of ranked groups that differ in `what` (and in dp, which follows), measured
+    seconds apart by more than noise: how many, how many of them are ranked wrongly, and by how much
+    the slower one of these is slower, measured and predicted (a negative share: faster)."""
+
+    source: str
+    what: str
+    pairs: int
+    wrong: int
+    measured: float
+    predicted: float
+
+
+def differing(scored: Sequence[Scored], floor: dict[str, float]) -> list[Differing]:
+    """By what differs, most wrong pairs first."""
+    found: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+    for group, members in grouped(scored, lambda r: r.group).items():
+        plans = plans_of(members, floor.get(group[0], 0.0))
+        if len(plans.rows) < FEW:
+            continue
+        for a, b in zip(*plans.apart()):
+            slow, fast = (a, b) if plans.measured[a] > plans.measured[b] else (b, a)
+            both = plans.rows[slow], plans.rows[fast]
+            what = "+".join(n for n in DEGREES if getattr(both[0], n) != getattr(both[1], n))
+            measured = plans.measured[slow] / plans.measured[fast] - 1
+            predicted = plans.predicted[slow] / plans.predicted[fast] - 1
+            found[group[0], what].append((float(measured), float(predicted)))
+    out = []
+    for (source, what), pairs in found.items():
+        if wrong := [pair for pair in pairs if pair[1] <= 0]:
+            means = (statistics.fmean(x) for x in zip(*wrong))
+            out.append(Differing(source, what, len(pairs), len(wrong), *means))
+    return sorted(out, key=lambda d: -d.wrong)

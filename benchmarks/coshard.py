@@ -5,13 +5,17 @@ four samples a device. Each is planned four ways, recomputation and gradient acc
 in all of them: freely; without loops over parts of a layer (co-shards); so too, but as tensor
 parallelism in the manner of Megatron; and with attention in chunks of queries in every block (what
 a fused kernel does with memory). Seconds and memory are predicted. The blocks of a stage are a
-scan, two at a time, which makes the traced step a third as large.
+scan, two at a time, which makes the traced step a third as large. Each row is planned in a process
+of its own; the error stream says where the search is, and has each row when it is done.
 """
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 
 from _harness import at_least, at_most, main
 
@@ -71,10 +75,15 @@ def plan(way: str, options: dict, cluster_name: str, memory: float, limit: float
         config = swin.configure(swin.SIZES, **{"dtype": "float16"} | shape)
         loops = by_queries(traced, config, options["batch"], cluster.num_devices)
     row = {"size": options["size"], "cluster": cluster_name, "way": way}
+
+    def said(*what):
+        at = time.perf_counter() - begin
+        print(f"{row['size']}, {way}: {at:.0f} s:", *what, file=sys.stderr, flush=True)
+
     try:
         found = planner.plan_step(
             traced, cluster, constraints=programs.get(way, ()), memory=memory, time_limit=limit,
-            loops=loops, explained=False,
+            loops=loops, explained=False, progress=said,
         ).plan  # fmt: skip
     except InfeasibleError as error:
         least = error.need and error.need / 1e9
@@ -136,7 +145,11 @@ def measure(quick: bool):
     for size, (cluster, batch) in CASES.items():
         for way in WAYS:
             options = {"size": size, "batch": batch, "scan": True}
-            yield plan(way, options, cluster, MEMORY, TIME_LIMIT)
+            spawn = multiprocessing.get_context("spawn")
+            with ProcessPoolExecutor(1, spawn) as alone:
+                row = alone.submit(plan, way, options, cluster, MEMORY, TIME_LIMIT).result()
+            print(json.dumps(row), file=sys.stderr, flush=True)
+            yield row
 
 
 def judge(rows):

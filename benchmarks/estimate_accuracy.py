@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 from _harness import at_least, at_most, main
 from _published import Published, problems, read, settled
-from _scores import Scored, floors, grouped, memory_errors, noise, ranks, seconds_errors
+from _scores import Scored, differing, floors, grouped, memory_errors, noise, ranks, seconds_errors
 from scipy.optimize import least_squares
 
 from jaxscaler.cluster import Cluster
@@ -71,7 +71,7 @@ def jobs(row: Published) -> Iterator[dict[str, Any]]:
     model = ModelConfig(
         row.model, family, row.hidden, row.layers, row.heads, row.kv_heads, row.head_size,
         row.ffn, row.vocab, max(row.seq, 2048), row.gated, experts=row.experts,
-        chosen=row.experts_used,
+        chosen=row.experts_used, embed_norm=row.embed_norm,
     )  # fmt: skip
     cluster = cluster_for(row)
     n, batch = row.devices, row.global_batch
@@ -369,6 +369,12 @@ def measure(quick: bool) -> Iterator[dict[str, Any]]:
             "devices": rank.group[2], "setup": rank.group[11], "spearman": rank.spearman,
             "ceiling": rank.ceiling, "regret": rank.regret, "pairs": rank.pairs,
             "wrong": rank.wrong, "uneven": rank.uneven,
+        }  # fmt: skip
+    for some in differing(own, floors(own)):
+        yield {
+            "part": "ranked wrongly", "source": some.source, "differ": some.what,
+            "rows": some.wrong, "pairs": some.pairs, "measured": some.measured,
+            "predicted": some.predicted,
         }  # fmt: skip
     able, refused = priceable(completed(rows))
     _say("no plan", refused)

@@ -128,8 +128,8 @@ def parallelize(step: Callable | None = None, /, **options: Any) -> Any:
     Options: `cluster` (None: the devices that JAX sees), `constraints`, `memory`, `time_limit`,
     `seed`, `progress`, `roles`, `cache`, `profile`, `loops` as in `plan`; `devices`: to run on
     (default: all); `plan`: a `Plan`, or the path of a saved one, to be followed instead of
-    searched; `donate`: indices of arguments that give up their buffers (default: those that the
-    step gives back, as a train step its state; `donate=()` for a step whose arguments are used
+    searched; `donate`: indices of arguments that give up their buffers (True, the default: those
+    that the step gives back, as a train step its state; False for a step whose arguments are used
     again); `follow`: a planned step, or a `Plan`, whose state this step takes too: it lies as it
     does there, and the rest is searched; `mesh` and `specs` as in `plan`: a mesh and layouts to
     be kept as they are; `verify` as in `plan`.

@@ -21,7 +21,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -42,6 +41,7 @@ from jaxscaler.cluster.mesh import Axis, Part, device_grid
 from jaxscaler.cluster.profile import Moved, Profile
 from jaxscaler.cost.collective import unit_times
 from jaxscaler.errors import ClusterError
+from jaxscaler.target import progress as progress_of
 
 BLOCK, BLOCKS = 0.02, 7  # seconds of a block of calls, at least; blocks
 DISPATCHES = 20  # calls of which one's dispatch is the median
@@ -339,23 +339,18 @@ def _until_it_returns(call: Callable[[], Any]) -> float:
 # -- the command -----------------------------------------------------------------------------------
 
 
-def add_command(
-    commands: Any, progress: Callable[[bool], AbstractContextManager[Progress]]
-) -> None:
-    """`jaxscaler calibrate`, for the command line; `progress(quiet)` says how far it is."""
-    command = commands.add_parser(
-        "calibrate", help="measure the devices present, for --profile; in each process of several"
-    )
+def add_arguments(command: argparse.ArgumentParser, name: str) -> None:
+    """Of `jaxscaler calibrate`, for the command line."""
     command.add_argument("--out", type=Path, required=True, metavar="FILE", help="written as JSON")
     command.add_argument(
         "--cluster", help="what the devices form, such as h100:8x4 (default: as JAX says)"
     )
     command.add_argument("--quick", action="store_true", help="few and small sizes")
     command.add_argument("--quiet", action="store_true", help="no progress")
-    command.set_defaults(run=lambda args: _run(args, progress))
+    command.set_defaults(run=_run)
 
 
-def _run(args: argparse.Namespace, progress: Callable[[bool], Any]) -> int:
+def _run(args: argparse.Namespace) -> int:
     if args.out.is_dir() or not args.out.parent.is_dir():  # before a long run, not after it
         raise ClusterError(f"{args.out}: no file can be written there")
     processes.join()
@@ -365,7 +360,7 @@ def _run(args: argparse.Namespace, progress: Callable[[bool], Any]) -> int:
         cluster = Cluster.load(args.cluster) if toml else Cluster.parse(args.cluster)
     writes = jax.process_index() == 0
     command = " ".join(["jaxscaler", *sys.argv[1:]])
-    with progress(args.quiet or not writes) as report:
+    with progress_of(args.quiet or not writes) as report:
         found = calibrate(cluster, None, QUICK if args.quick else FULL, command, report)
     if writes:
         found.save(args.out)

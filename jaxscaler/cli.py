@@ -1,31 +1,20 @@
 """The command line: `jaxscaler plan | compare | verify | calibrate | estimate | show | solve`.
 
 Results go to stdout, progress and errors to stderr. Exit status: 0 done; 2 bad usage or input; 3 no
-plan or choice is feasible; 1 any other error.
+plan or choice is feasible; 1 any other error. A command's module is imported when it is asked for.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import gc
-import json
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, NoReturn
-
-from rich.console import Console
-from rich.text import Text
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import NoReturn
 
 import jaxscaler
-from jaxscaler import calibrate, planner
-from jaxscaler.api import plan as plan_step
-from jaxscaler.api import with_step
-from jaxscaler.compare import as_data, compare, comparison_table
 from jaxscaler.errors import (
     ClusterError,
     ConfigError,
@@ -34,21 +23,27 @@ from jaxscaler.errors import (
     PlanError,
     SolveError,
 )
-from jaxscaler.estimate import command as estimate
-from jaxscaler.pipeline.joint import candidates
-from jaxscaler.plan import Plan
-from jaxscaler.program import Statement
-from jaxscaler.program_text import dump_program, read_program
-from jaxscaler.recipes import RECIPES
-from jaxscaler.solve import Solution, StrategyProblem, solve
-from jaxscaler.solve.iopddl import read_problem, write_problem
-from jaxscaler.target import Report, UsageError, cluster_of, traceable
-from jaxscaler.verify.worker import TIMEOUT
+from jaxscaler.target import BAD_INPUT, DONE, FAILED, INFEASIBLE, INTERRUPTED, UsageError
 
-DONE, FAILED, BAD_INPUT, INFEASIBLE, INTERRUPTED = 0, 1, 2, 3, 130
-WORDS = {"true": True, "false": False, "none": None}
-
-
+# Its help, and the module whose `add_arguments(command, name)` says what it takes and what runs.
+COMMANDS: Mapping[str, tuple[str, str]] = {
+    "plan": ("plan a train step; no device of it is needed", "commands"),
+    "verify": (
+        "compile a planned step with a cluster's own compiler; none of it is needed",
+        "commands",
+    ),
+    "calibrate": (
+        "measure the devices present, for --profile; in each process of several",
+        "calibrate",
+    ),
+    "estimate": (
+        "what it takes to train or serve a transformer: devices, time, price",
+        "estimate.command",
+    ),
+    "compare": ("well-known plans beside the searched one", "commands"),
+    "show": ("print a saved plan", "commands"),
+    "solve": ("solve a strategy problem (IOPDDL JSON)", "commands"),
+}
 STATUS: dict[type[Exception], int] = {  # by class; any other JaxscalerError is FAILED
     UsageError: BAD_INPUT,
     ClusterError: BAD_INPUT,
@@ -63,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command (default: of `sys.argv`); its exit status. Errors are one message on stderr."""
     gc.set_threshold(100_000)  # tracing makes many objects that stay: seldom look through them
     try:
-        args = _parser().parse_args(argv)
+        argv = sys.argv[1:] if argv is None else argv
+        args = _parser(argv).parse_args(argv)
         status = args.run(args)
         sys.stdout.flush()
         return status
@@ -86,355 +82,14 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} (see {self.prog} --help)")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """With the arguments of the command that is asked for."""
     parser = _Parser(prog="jaxscaler", description="Plan how a JAX train step runs on a cluster.")
     parser.add_argument("--version", action="version", version=jaxscaler.__version__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-
-    command = commands.add_parser("plan", help="plan a train step; no device of it is needed")
-    command.set_defaults(run=_plan)
-    _add_target(command)
-    command.add_argument(
-        "--recipe", choices=RECIPES, action="extend", nargs="+", default=[], help="constrain to it"
-    )
-    command.add_argument("--out", type=Path, metavar="FILE", help="write the plan here as JSON")
-    command.add_argument(
-        "--export-problem", type=Path, metavar="FILE",
-        help="write the strategy problem of the plan's mesh here (.json or .json.gz)",
-    )  # fmt: skip
-    command.add_argument(
-        "--verify", action="store_true",
-        help="compile with the cluster's compiler, and plan again until the step fits",
-    )  # fmt: skip
-    command.add_argument(
-        "--best-of", type=_positive_int, default=False, metavar="N",
-        help="the same with the best plans of N meshes: the fastest by the compiler's word",
-    )  # fmt: skip
-    command.add_argument(
-        "--pipelines", action="store_true",
-        help="let pipelines compete with plans without stages, and print what was tried",
-    )  # fmt: skip
-    command.add_argument(
-        "--simplest", type=_fraction, default=0.0, metavar="SHARE",
-        help="with --pipelines: of the plans slower by this share at most, the simplest",
-    )  # fmt: skip
-    _add_search(command, planner.TIME_LIMIT)
-
-    command = commands.add_parser(
-        "verify", help="compile a planned step with a cluster's own compiler; none of it is needed"
-    )
-    command.set_defaults(run=_verify)
-    command.add_argument("file", type=Path, help="the plan, as `jaxscaler plan --out` writes it")
-    _add_workload(command)
-    command.add_argument(
-        "--for", metavar="CLUSTER", dest="compiled_for", help="default: the plan's own cluster"
-    )
-    command.add_argument(
-        "--audit", action="store_true", help="ask the partitioner alone, which takes seconds"
-    )
-    command.add_argument(
-        "--timeout", type=_positive_float, default=TIMEOUT, metavar="SECONDS",
-        help="of compiling (default: %(default)s)",
-    )  # fmt: skip
-    command.add_argument("--json", action="store_true", help="print the result as JSON")
-    command.add_argument("--quiet", action="store_true", help="no progress")
-
-    calibrate.add_command(commands, _progress)
-
-    estimate.add_command(commands, _progress, cluster_of, traceable, _setting)
-
-    command = commands.add_parser("compare", help="well-known plans beside the searched one")
-    command.set_defaults(run=_compare)
-    _add_target(command)
-    command.add_argument(
-        "--recipe", choices=RECIPES, action="extend", nargs="+", default=[],
-        help="to be compared (default: all)",
-    )  # fmt: skip
-    _add_search(command, planner.TIME_LIMIT)
-
-    command = commands.add_parser("show", help="print a saved plan")
-    command.set_defaults(run=_show)
-    command.add_argument("file", type=Path)
-    form = command.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print the plan as JSON")
-    form.add_argument(
-        "--program", action="store_true", help="print the plan as a program (for --constraints)"
-    )
-
-    command = commands.add_parser("solve", help="solve a strategy problem (IOPDDL JSON)")
-    command.set_defaults(run=_solve)
-    command.add_argument("file", type=Path)
-    _add_search(command, planner.TIME_LIMIT)
+    asked = next((word for word in argv if not word.startswith("-")), None)
+    for name, (said, module) in COMMANDS.items():
+        command = commands.add_parser(name, help=said)
+        if name == asked:
+            import_module(f"jaxscaler.{module}").add_arguments(command, name)
     return parser
-
-
-def _add_workload(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "target", help="MODULE:FUNCTION that returns a workload: an object with step, state, batch"
-    )
-    command.add_argument("--size", help="the workload's size")
-    command.add_argument("--batch", type=_positive_int, help="samples per step")
-    command.add_argument("--seq", type=_positive_int, help="tokens per sample")
-    command.add_argument(
-        "--set", metavar="KEY=VALUE", action="append", default=[], type=_setting, dest="settings",
-        help="any other argument of FUNCTION; may be given again",
-    )  # fmt: skip
-
-
-def _add_target(command: argparse.ArgumentParser) -> None:
-    _add_workload(command)
-    command.add_argument("--cluster", required=True, help="such as h100:8x4, or a file NAME.toml")
-    command.add_argument(
-        "--constraints", type=Path, action="append", default=[], metavar="FILE",
-        help="of lines of the language as YAML; may be given again",
-    )  # fmt: skip
-    command.add_argument(
-        "--profile", type=Path, metavar="FILE", help="what `calibrate` measured on such devices"
-    )
-    command.add_argument(
-        "--memory", type=_share, default=planner.MEMORY, metavar="SHARE",
-        help="of a device's memory that may be filled (default: %(default)s)",
-    )  # fmt: skip
-    command.add_argument(
-        "--loops", action=argparse.BooleanOptionalAction, default=True,
-        help="look for loops over parts of a marked loss where memory decides",
-    )  # fmt: skip
-
-
-def _add_search(command: argparse.ArgumentParser, time_limit: float) -> None:
-    command.add_argument(
-        "--time-limit", type=_positive_float, default=time_limit, metavar="SECONDS",
-        help="of search (default: %(default)s)",
-    )  # fmt: skip
-    command.add_argument("--seed", type=_seed, default=0)
-    command.add_argument("--json", action="store_true", help="print the result as JSON")
-    command.add_argument("--quiet", action="store_true", help="no progress")
-
-
-def _number(text: str, kind: type, rule: str, holds: Callable[[Any], bool]) -> Any:
-    try:
-        value = kind(text)
-    except ValueError:
-        value = None
-    if value is None or not holds(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is not {rule}")
-    return value
-
-
-def _positive_int(text: str) -> int:
-    return _number(text, int, "a whole number above 0", lambda n: n > 0)
-
-
-def _seed(text: str) -> int:
-    return _number(text, int, "a whole number from 0 to 2^31 - 1", lambda n: 0 <= n < 2**31)
-
-
-def _positive_float(text: str) -> float:
-    return _number(text, float, "a number above 0", lambda x: 0 < x < float("inf"))
-
-
-def _share(text: str) -> float:
-    return _number(text, float, "above 0 and at most 1", lambda x: 0 < x <= 1)
-
-
-def _fraction(text: str) -> float:
-    return _number(text, float, "0 or above", lambda x: 0 <= x < float("inf"))
-
-
-def _setting(text: str) -> tuple[str, Any]:
-    """KEY=VALUE; VALUE is a Python literal, true, false or none, else a string."""
-    key, equals, value = text.partition("=")
-    if not equals or not key.isidentifier():
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form KEY=VALUE")
-    if value in WORDS:
-        return key, WORDS[value]
-    try:
-        return key, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return key, value
-
-
-# -- commands --------------------------------------------------------------------------------------
-
-
-def _plan(args: argparse.Namespace) -> int:
-    for path in (args.out, args.export_problem):
-        if path is not None:
-            _check_writable(path)
-    recipes = [line for name in args.recipe for line in RECIPES[name]()]
-    if args.pipelines:
-        return _plan_pipelines(args, recipes)
-    with _progress(args.quiet) as report:
-        found = _searched(args, recipes, report, verify=args.best_of or args.verify)
-    if args.export_problem is not None:
-        problem = found.session.best.priced.problem
-        _write(args.export_problem, lambda path: write_problem(problem, path))
-    if args.out is not None:
-        _write(args.out, found.save)
-    _print_plan(found, args.json)
-    return DONE
-
-
-def _plan_pipelines(args: argparse.Namespace, recipes: Sequence[Statement]) -> int:
-    if args.verify or args.best_of or args.export_problem is not None:
-        raise UsageError("--pipelines: a plan with stages is no one program to verify or export")
-    written = [line for path in args.constraints for line in read_program(path)]
-    with _progress(args.quiet) as report:
-        work, batch = traceable(args, report)
-        found = candidates(
-            work.step, work.state, *batch, cluster=cluster_of(args.cluster), profile=args.profile,
-            options=dict(constraints=[*written, *recipes], memory=args.memory,
-                         time_limit=args.time_limit, simplest=args.simplest, progress=report),
-        )  # fmt: skip
-    if args.out is not None:
-        _write(args.out, found.plan.save)
-    if args.json:
-        print(json.dumps({"plan": found.plan.to_dict(), "tried": found.rows()}))
-    else:
-        found.show()
-        found.plan.show()
-    return DONE
-
-
-def _compare(args: argparse.Namespace) -> int:
-    with _progress(args.quiet) as report:
-        found = _searched(args, [], report, cache=False)
-        names = args.recipe or RECIPES
-        rows = compare(found, {name: RECIPES[name]() for name in names}, report)
-    if args.json:
-        print(json.dumps(as_data(rows)))
-    else:
-        Console().print(comparison_table(rows))
-    return DONE
-
-
-def _verify(args: argparse.Namespace) -> int:
-    plan = Plan.load(args.file)
-    cluster = None if args.compiled_for is None else cluster_of(args.compiled_for)
-    with _progress(args.quiet) as report:
-        work, batch = traceable(args, report)
-        plan = with_step(plan, work.step, work.state, *batch)
-        if args.audit:
-            audit = plan.audit()
-        else:
-            found = plan.verify(cluster, timeout=args.timeout, progress=report)
-    if args.audit:
-        print(json.dumps(audit.to_dict()) if args.json else audit)
-        return DONE
-    print(json.dumps(found.to_dict()) if args.json else found)
-    return {True: DONE, False: INFEASIBLE, None: FAILED}[found.fits]
-
-
-def _searched(
-    args: argparse.Namespace, lines: Sequence[Statement], report: Report, **options: Any
-) -> Plan:
-    """The plan of the target, under the constraints that are named and `lines`."""
-    cluster = cluster_of(args.cluster)
-    written = [line for path in args.constraints for line in read_program(path)]
-    work, batch = traceable(args, report)
-    found: Any = plan_step(
-        work.step, work.state, *batch,
-        cluster=cluster, profile=args.profile, constraints=[*written, *lines], memory=args.memory,
-        time_limit=args.time_limit, seed=args.seed, progress=report, loops=args.loops, **options,
-    )  # fmt: skip
-    return found
-
-
-def _show(args: argparse.Namespace) -> int:
-    try:
-        found = Plan.load(args.file)
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{args.file}: not text: {error}") from error
-    if args.program:
-        print(dump_program(found.program()), end="")
-    else:
-        _print_plan(found, args.json)
-    return DONE
-
-
-def _solve(args: argparse.Namespace) -> int:
-    problem = read_problem(args.file)
-    with _progress(args.quiet) as report:
-        report("solve", f"{problem.num_nodes} nodes, {len(problem.edge_nodes)} edges")
-
-        def improved(seconds: float, cost: int | None, bound: int) -> None:
-            report("solve", f"{seconds:.1f} s: cost {cost}, bound {bound}")
-
-        found = solve(problem, time_limit=args.time_limit, seed=args.seed, progress=improved)
-    result = _result(problem, found)
-    if args.json:
-        print(json.dumps(result))
-    elif found.choice is not None:
-        print("\n".join(f"{key}: {value}" for key, value in result.items() if key != "choice"))
-    if found.status == "infeasible":
-        raise InfeasibleError(f"{args.file}: {found.statistics.get('reason', 'no choice fits')}")
-    if found.choice is None:
-        raise JaxscalerError(
-            f"{args.file}: no choice found in {args.time_limit:g} s; give it a longer --time-limit"
-        )
-    return DONE
-
-
-def _result(problem: StrategyProblem, found: Solution) -> dict[str, Any]:
-    return {
-        "name": problem.name,
-        "status": found.status,
-        "cost": found.cost,
-        "bound": found.bound,
-        "gap": None if found.cost is None else found.gap,
-        "peak_usage": found.peak_usage,
-        "usage_limit": problem.usage_limit,
-        "seconds": found.seconds,
-        "choice": None if found.choice is None else found.choice.tolist(),
-    }
-
-
-def _print_plan(found: Plan, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(found.to_dict(), indent=1))
-    else:
-        found.show()
-
-
-# -- files and progress ----------------------------------------------------------------------------
-
-
-def _check_writable(path: Path) -> None:
-    """Before a long search, not after it."""
-    if path.is_dir():
-        raise UsageError(f"{path} is a directory")
-    if not path.parent.is_dir():
-        raise UsageError(f"{path}: there is no directory {path.parent}")
-    if not os.access(path.parent, os.W_OK):
-        raise UsageError(f"{path}: the directory {path.parent} can not be written to")
-
-
-def _write(path: Path, write: Callable[[Path], None]) -> None:
-    """Have `write` make the file; it appears whole or not at all."""
-    part = path.with_name(f"part-{path.name}")  # in front: the suffix may say how to write
-    try:
-        write(part)
-        part.replace(path)
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror or error}") from error
-    finally:
-        part.unlink(missing_ok=True)
-
-
-@contextmanager
-def _progress(quiet: bool) -> Iterator[Report]:
-    """Reports on stderr: a line that changes in place on a terminal, else a line each."""
-    console = Console(stderr=True, highlight=False, markup=False)
-    if quiet:
-        yield lambda phase, detail: None
-    elif console.is_terminal:
-        with console.status("") as status:
-            yield lambda phase, detail: status.update(Text(f"{phase}: {detail}"))
-    else:
-        start = time.perf_counter()
-
-        def line(phase: str, detail: str) -> None:
-            spent = time.perf_counter() - start
-            print(f"{spent:7.1f} s  {phase}: {detail}", file=sys.stderr, flush=True)
-
-        yield line

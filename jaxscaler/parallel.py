@@ -57,7 +57,7 @@ class ParallelStep(StepOnObjects):
         progress: planner.Progress | None = None,
         devices: Sequence[jax.Device] | None = None,
         plan: Plan | str | Path | None = None,
-        donate: tuple[int, ...] | None = None,
+        donate: bool | tuple[int, ...] = True,
         roles: Mapping[str, str] = {},
         follow: ParallelStep | Plan | None = None,
         cache: bool | str | Path = True,
@@ -91,7 +91,7 @@ class ParallelStep(StepOnObjects):
             cluster = Cluster.from_dict(known.cluster)
         self.devices: Sequence[jax.Device] | None = devices
         self.cluster: Cluster = as_cluster(cluster, devices, profile)
-        self.donate = donate
+        self.donate = {True: None, False: ()}[donate] if isinstance(donate, bool) else donate
         self.roles = roles
         self.planned: planner.Planned | None = None
         options: dict[str, Any] = dict(

@@ -236,7 +236,9 @@ def _told(search: Callable[[], Planned]) -> Planned:
         return search()
     except (ConstraintError, InfeasibleError) as error:
         text = explanation(error)
-        raise type(error)("\n".join(filter(None, (str(error), text)))) from None
+        told = type(error)("\n".join(filter(None, (str(error), text))))
+        told.__dict__.update(error.__dict__)  # how much memory is needed
+        raise told from None
 
 
 def _search_plan(

@@ -234,7 +234,7 @@ class _Search:
         wide = shared.entries(alive) > WIDE
         share = max(self.left() / waiting, 1.0)
         if wide:
-            some = _promising(shared, screened.floor, alive, hint)
+            some = promising(shared, screened.floor, alive, hint)
             found, choice = self.solve_part(tabled, some, hint, share, NARROW_WORK)
             if choice is not None or upper is not None:
                 status = "unknown" if choice is None else "feasible"  # of the whole
@@ -296,8 +296,8 @@ class _Search:
         return best, tried, lower, "optimal" if proved else "feasible"
 
 
-def _promising(
-    shared: Shared, floor: np.ndarray, alive: np.ndarray, hint: np.ndarray | None
+def promising(
+    shared: Shared, floor: np.ndarray, alive: np.ndarray, hint: np.ndarray | None = None
 ) -> np.ndarray:
     """Mask [S] of the strategies whose `floor` is least, as many as leave about `WIDE` costs."""
     ptr = shared.rest.node_ptr

@@ -1,21 +1,28 @@
-"""What is named on the command line, as objects: a cluster, the workload of MODULE:FUNCTION."""
+"""What commands share: what is named on the command line as objects (a cluster, a setting, the
+workload of MODULE:FUNCTION), exit statuses, and how far a command is."""
 
 from __future__ import annotations
 
 import argparse
+import ast
 import difflib
 import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-import jax
+from rich.console import Console
+from rich.text import Text
 
 from jaxscaler.cluster.cluster import Cluster
 
 Report = Callable[[str, str], None]  # (phase, detail)
+DONE, FAILED, BAD_INPUT, INFEASIBLE, INTERRUPTED = 0, 1, 2, 3, 130  # exit statuses
+WORDS = {"true": True, "false": False, "none": None}
 
 
 class UsageError(Exception):
@@ -36,6 +43,8 @@ def cluster_of(text: str) -> Cluster:
 
 def traceable(args: argparse.Namespace, report: Report) -> tuple[Any, tuple]:
     """(the workload that is named, its batch as arguments of the step)."""
+    import jax
+
     if not os.environ.get("JAX_PLATFORMS"):
         # Only abstract values are planned with: leave the accelerators of this host alone.
         jax.config.update("jax_platforms", "cpu")
@@ -96,3 +105,35 @@ def _function(target: str) -> Callable[..., Any]:
         hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(functions)}"
         raise UsageError(f"{module_name} has no function {name!r}; {hint}")
     return function
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """KEY=VALUE; VALUE is a Python literal, true, false or none, else a string."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form KEY=VALUE")
+    if value in WORDS:
+        return key, WORDS[value]
+    try:
+        return key, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return key, value
+
+
+@contextmanager
+def progress(quiet: bool) -> Iterator[Report]:
+    """Reports on stderr: a line that changes in place on a terminal, else a line each."""
+    console = Console(stderr=True, highlight=False, markup=False)
+    if quiet:
+        yield lambda phase, detail: None
+    elif console.is_terminal:
+        with console.status("") as status:
+            yield lambda phase, detail: status.update(Text(f"{phase}: {detail}"))
+    else:
+        start = time.perf_counter()
+
+        def line(phase: str, detail: str) -> None:
+            spent = time.perf_counter() - start
+            print(f"{spent:7.1f} s  {phase}: {detail}", file=sys.stderr, flush=True)
+
+        yield line

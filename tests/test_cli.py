@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from jaxscaler import Plan, cli, dump_program
+from jaxscaler import Plan, cli, commands, dump_program, target
 from jaxscaler.solve import evaluate
 from jaxscaler.solve.iopddl import read_problem
 
@@ -243,7 +243,7 @@ def test_what_does_not_fit_is_status_3_and_leaves_no_file(capsys, tmp_path):
     ],
 )  # fmt: skip
 def test_settings_are_literals_or_words(text, value):
-    key, found = cli._setting(text)
+    key, found = target.setting(text)
     assert key == "a"
     assert found == value and type(found) is type(value)
 
@@ -319,7 +319,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path):
         raise OSError(28, "No space left on device")
 
     with pytest.raises(cli.UsageError, match=r"plan\.json: No space left on device"):
-        cli._write(file, half)
+        commands._write(file, half)
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
     assert file.read_text() == "before"
 

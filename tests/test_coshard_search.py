@@ -7,31 +7,34 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxscaler as js
 from jaxscaler.cluster import Cluster
 from jaxscaler.errors import InfeasibleError
 from jaxscaler.loops.asked import PARTS
+from jaxscaler.loops.estimate import estimated
 from jaxscaler.planner import plan_step
 from jaxscaler.program import SAME_DEVICE, forbid, op_assign, ops, region
 from jaxscaler.rewrite.changes import Accumulate, CoShard, Fission, Recompute
+from jaxscaler.search import promising
 from jaxscaler.trace import trace
 
 DEVICE = Cluster.parse("v100-32:1")
 GB = 1e9
 
 
-def planned(loss, params, batch, gigabytes, loops=True, **options):
-    """The plan of gradient descent on a loss, in so much memory."""
+def planned(loss, params, batch, gigabytes, loops=True, cluster=DEVICE, **options):
+    """The plan of gradient descent on a loss, in so much memory a device."""
 
     def step(params, batch):
         value, grads = js.value_and_grad(loss)(params, batch)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
     traced = trace(step, params, batch)
-    memory = gigabytes * GB / DEVICE.device.hbm_bytes
-    return plan_step(traced, DEVICE, memory=memory, time_limit=5, loops=loops, **options).plan
+    memory = gigabytes * GB / cluster.device.hbm_bytes
+    return plan_step(traced, cluster, memory=memory, time_limit=5, loops=loops, **options).plan
 
 
 def of_kind(plan, kind):
@@ -145,6 +148,65 @@ def test_accumulation_where_what_flows_between_layers_does_not_fit():
     assert loop.parts > 2 and plan.predicted.peak_bytes <= 8.0 * GB
 
 
+def test_accumulation_where_the_whole_batch_takes_many_times_the_memory():
+    """Sixteen times 7.5 GB between layers; the batch itself is small."""
+
+    def loss(params, batch):
+        first, *layers = params
+        return mlps(layers, {"x": batch["x"] * first})
+
+    batch = {"x": floats(7 * 16, LONG // 16, 1)}
+    plan = planned(loss, (floats(NARROW), *STACK, *STACK), batch, 11.0)
+    (loop,) = of_kind(plan, Accumulate)
+    assert loop.parts == 16 and plan.predicted.peak_bytes <= 11.0 * GB
+
+
+def test_accumulation_in_more_parts_where_no_usual_number_fits():
+    """Sixteen times 7.5 GB between layers, of which a sixteenth part does not fit either."""
+
+    def loss(params, batch):
+        first, *layers = params
+        return mlps(layers, {"x": batch["x"] * first})
+
+    batch = {"x": floats(7 * 16, LONG // 16, 1)}
+    params = (floats(NARROW), *STACK, *STACK)
+    with pytest.raises(InfeasibleError) as refused:
+        planned(loss, params, batch, 3.0)
+    assert "the least that one is estimated to take" in str(refused.value)
+    assert refused.value.need > 3.0 * GB
+    batch = {"x": floats(7 * 32, LONG // 16, 1)}
+    (loop,) = of_kind(planned(loss, params, batch, 11.0), Accumulate)
+    assert loop.parts == 32
+
+
+def test_a_wide_problem_is_estimated_from_the_plan_on_a_coarser_mesh(monkeypatch):
+    """Which is a plan there too, whatever else is promising."""
+    seen = {}
+
+    def alone(shared, floor, alive, hint=None):
+        if hint is None:
+            return promising(shared, floor, alive)
+        mask = np.zeros(len(alive), bool)
+        mask[shared.rest.node_ptr[:-1] + hint] = True
+        seen["hint"] = True
+        return mask
+
+    def watched(view, mesh, picks, *rest, begin=None):
+        estimate = estimated(view, mesh, picks, *rest, begin=begin)
+        if begin is not None:
+            seen[mesh.shape] = begin.level, estimate.level
+        return estimate
+
+    monkeypatch.setattr("jaxscaler.loops.estimate.WIDE", 0)
+    monkeypatch.setattr("jaxscaler.loops.estimate.promising", alone)
+    monkeypatch.setattr("jaxscaler.loops.planner.estimated", watched)
+    four = Cluster.parse("v100-32:4")
+    plan = planned(mlps, STACK, {"x": floats(16, LONG // 16, NARROW)}, 2.0, cluster=four)
+    assert of_kind(plan, Accumulate) or of_kind(plan, CoShard)
+    before, now = seen[2, 2]
+    assert seen["hint"] and before == 1 and now < float("inf")
+
+
 def test_a_scan_is_made_again_only_as_far_as_it_must_be():
     """Of eight layers of a scan that have 4.3 GB inside each, some can be kept in 31 GB."""
 
@@ -164,6 +226,24 @@ def test_a_scan_is_made_again_only_as_far_as_it_must_be():
     assert plan.predicted.peak_bytes <= 31.0 * GB
     product = 2 * LONG * NARROW * WIDE / (15.7e12 * DEVICE.device.achievable)
     assert whole.predicted.seconds - plan.predicted.seconds > 0.5 * product  # of a layer at least
+
+
+def test_a_scan_that_is_not_differentiated_is_not_cut():
+    """A first visit of the same layers has no backward pass, and nothing to make again in one."""
+
+    def twice(params, batch):
+        def layer(x, weights):
+            return x + jnp.tanh(x @ weights[0]) @ weights[1], None
+
+        x = jax.lax.stop_gradient(jax.lax.scan(layer, batch["x"], params)[0])
+        x, _ = jax.lax.scan(layer, x, params)
+        return (x * x).mean()
+
+    stack = (floats(LAYERS, NARROW, WIDE), floats(LAYERS, WIDE, NARROW))
+    plan = planned(twice, stack, {"x": floats(1, LONG, NARROW)}, 31.0)
+    tried = {scan for note in plan.notes for scan in re.findall(r"scan (\d+) in two", note)}
+    (cut,) = of_kind(plan, Fission)
+    assert tried == {str(cut.scan)}
 
 
 # -- attention -------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from jaxscaler.cluster import Cluster, Curve, Profile
 from jaxscaler.cluster.host import ASSUMED, Host
 from jaxscaler.errors import ClusterError, InfeasibleError, PlanError
 from jaxscaler.grad import value_and_grad
-from jaxscaler.lower.executor import Executor
+from jaxscaler.lower import executor
 from jaxscaler.pipeline import dispatch
 from jaxscaler.pipeline.plan import PipelinePlan
 from jaxscaler.pipeline.planner import plan_pipeline
@@ -35,7 +35,7 @@ def planned(cluster, **options):
     return plan_pipeline(traced_of("tower", tx=CLIP)[1], Cluster.parse(cluster), **options)
 
 
-@pytest.mark.parametrize("order", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("order", ["1f1b", "zero-bubble", "chimera"])
 def test_counted_as_the_executor_does_it(order, devices, monkeypatch):
     plan = planned("cpu:2", order=order)
     step, work, counted = PipelineStep(plan), tower(tx=CLIP), {"calls": 0, "moves": 0}
@@ -48,16 +48,27 @@ def test_counted_as_the_executor_does_it(order, devices, monkeypatch):
 
         return code._replace(run=run)
 
-    executor = step.executor
-    for table in (executor.tasks, executor.prepare, *executor.update):
-        table.update({key: counting(code) for key, code in table.items()})
-    moved = Executor._moved
+    for copy in step.executor.copies:
+        for table in (copy.tasks, copy.prepare, *copy.update):
+            table.update({key: counting(code) for key, code in table.items()})
+    moved, added, apart = executor.Copy.moved, executor.added, executor.apart
 
     def moving(*args):
         counted["moves"] += 1
         return moved(*args)
 
-    monkeypatch.setattr(Executor, "_moved", moving)
+    def adding(sums, jitted):
+        counted["moves"] += sum(map(len, sums))
+        counted["calls"] += len(jitted)
+        return added(sums, jitted)
+
+    def taking_apart(x, shardings):  # and putting together again
+        counted["calls"] += len(shardings)
+        return apart(x, shardings)
+
+    monkeypatch.setattr(executor.Copy, "moved", moving)
+    monkeypatch.setattr(executor, "added", adding)
+    monkeypatch.setattr(executor, "apart", taking_apart)
     monkeypatch.setattr(dispatch, "TASK", 0.0)
     step(state, work.make_batch(0))
     parts = plan.parts.staged, plan.order, plan.devices

@@ -18,6 +18,7 @@ from jaxscaler.estimate.constants import Constants, constants_for
 from jaxscaler.estimate.memory import (
     SOFTWARE,
     leaves_of,
+    overhead_bytes,
     saved_per_layer,
     stage_memories,
     states_of,
@@ -125,13 +126,13 @@ GPT = ModelConfig("gpt", "gpt", 1024, 8, 16, 16, 64, 4096, 50304, 2048, False)
 PIPELINE = ParallelConfig(pp=4, dp=2, zero=1, sp=False)
 
 
-def stages(stack, gradient="float32", **options):
+def stages(stack, gradient="float32", model=GPT, **options):
     given = {"micro": 4, "seq": 1024, "micro_batches": 8, "recompute": "full",
              "attention": "unfused", "dropout": True, "overhead": 0.0} | options  # fmt: skip
     states = states_of("adam", "bfloat16", True, gradient, stack)
-    saved = saved_per_layer(GPT, 4, 1024, PIPELINE, "full", "unfused", True)
-    leaves = leaves_of(GPT, 1, 1)
-    return stage_memories(GPT, leaves, saved, PIPELINE, states, stack=stack, **given)
+    saved = saved_per_layer(model, 4, 1024, PIPELINE, "full", "unfused", True)
+    leaves = leaves_of(model, 1, 1)
+    return stage_memories(model, leaves, saved, PIPELINE, states, stack=stack, **given)
 
 
 def test_deepspeed_keeps_16_bit_gradients_beside_their_sums():
@@ -158,8 +159,46 @@ def test_ends_of_a_pipeline():
     found = price(GPT, PIPELINE, cluster, batch=64, seq=1024, micro_batch=4, recompute="full",
                   stack="megatron", attention="unfused", dropout=True,
                   constants=Constants())  # fmt: skip
-    assert found.ends == pytest.approx((sum(first.values()), sum(last.values())))
+    process = overhead_bytes(0.0, "megatron", "a100-80")
+    ends = sum(first.values()) + process, sum(last.values()) + process
+    assert found.ends == pytest.approx(ends)
     assert found.memory_bytes >= max(found.ends)
+
+
+def test_a_norm_after_the_table_keeps_what_it_reads_of_every_micro_batch_under_way():
+    bloom = replace(GPT, embed_norm=True)
+    plain, kept = (stages("megatron", model=model) for model in (GPT, bloom))
+    in_flight = PIPELINE.pp
+    more = kept[0]["activations"] - plain[0]["activations"]
+    assert more == 2 * 4 * 1024 * GPT.hidden * in_flight
+    assert kept[1:] == plain[1:]
+    assert stages("jax", model=bloom) == stages("jax")
+
+
+def test_a_process_takes_memory_before_it_allocates_any():
+    found = [overhead_bytes(1.0, "megatron", device) for device in ("v100-32", "a100-80", "h100")]
+    assert found == [1e9 + 1113 * 2**20, 1e9 + 1573 * 2**20, 1e9]
+    assert overhead_bytes(1.0, "jax", "a100-80") == 1e9
+
+
+# -- heads -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("heads", "attention"), [(16, "unfused"), (16, "flash")])
+def test_rows_of_heads_that_are_no_multiple_of_16_bytes_miss_the_tensor_cores(heads, attention):
+    def seconds(size: int) -> float:
+        model = ModelConfig("m", "gpt", heads * size, 2, heads, vocab=4096, context=512)
+        cluster = cluster_of("a100-80", 1)
+        found = price(model, ParallelConfig(), cluster, batch=4, seq=512, micro_batch=4,
+                      stack="megatron", attention=attention, constants=Constants())  # fmt: skip
+        return found.parts["attention"] / found.model_flops
+
+    rates = dict(cluster_of("a100-80", 1).device.peak_flops)
+    slower = seconds(108) / seconds(112)
+    if attention == "flash":
+        assert slower == pytest.approx(1.0, rel=0.1)
+    else:
+        assert 3 < slower < rates["bf16"] / rates["f32"]
 
 
 def test_megatron_deepspeed_runs_as_fast_as_megatron():

@@ -281,3 +281,43 @@ def test_the_command_prints_an_iteration(capsys, monkeypatch):
     assert "separate, one iteration behind" in out and "where the numbers are from" in out
     assert cli.main(["estimate", "llama3-8b", "--cluster", "h100:8", "--epochs", "2"]) == 2
     assert "options of --rlhf" in capsys.readouterr().err
+
+
+# -- published hours -------------------------------------------------------------------------------
+
+# Step 3 of DeepSpeed-Chat: its blog, tables 1 and 2; its repository, BenckmarkSetting.md, has the
+# 264,292 prompts of 256 tokens (135 M tokens with answers as long), 1024 a step, with a critic and
+# a reward model of 350 M.
+PROMPTS = 264_292
+
+
+def opt(name: str, hidden: int, layers: int, heads: int) -> ModelConfig:
+    return ModelConfig(name, "gpt", hidden, layers, heads, vocab=50272, positions=True, tied=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "cluster", "hours", "most"),
+    [
+        (opt("opt-6.7b", 4096, 32, 32), "a100-80:8", 4.1, 1.5),
+        (opt("opt-13b", 5120, 40, 40), "a100-80:8", 9.0, 1.6),
+        (opt("opt-13b", 5120, 40, 40), "a100-80:8x8", 1.25, 1.5),
+        (opt("opt-66b", 9216, 64, 72), "a100-80:8x8", 7.5, 2.3),  # trained with ZeRO alone
+    ],
+    ids=["6.7B-8", "13B-8", "13B-64", "66B-64"],
+)
+def test_published_hours_are_not_far_above_the_best_placement(model, cluster, hours, most):
+    small = opt("opt-350m", 1024, 24, 16)
+    found = estimate(
+        model, cluster=cluster, stack="pytorch",
+        rlhf={"method": "ppo", "batch": 1024, "prompt": 256, "answer": 256, "critic": small,
+              "reward": small},
+    )  # fmt: skip
+    priced = found.best.seconds * PROMPTS / 1024 / 3600
+    assert 1 < hours / priced < most
+
+
+def test_answers_are_generated_where_the_degree_does_not_divide_a_prompt():
+    odd = ModelConfig("odd", "llama", 960, 2, 15, 15, ffn=3840, vocab=8192, context=1024)
+    found = generations(odd, Cluster.parse("a100:5"), GRPO, OPTIONS, 0.0)
+    assert {x.served.parallel.tp for x in found} == {1, 5}

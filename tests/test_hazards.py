@@ -356,7 +356,7 @@ def test_opaque_calls_run_whole_and_say_so(call, mapped):
         return w * 0.9, inner(x * w).sum(0)
 
     x = np.random.default_rng(0).standard_normal((16, 8)).astype(np.float32)
-    run = js.parallelize(step, cluster="cpu:8", donate=())
+    run = js.parallelize(step, cluster="cpu:8", donate=False)
     _, got = run(np.float32(2), x)
     np.testing.assert_allclose(got, jax.jit(step)(np.float32(2), x)[1], rtol=1e-5)
     assert any(call in n and "every device runs it whole" in n for n in run.plan.notes)

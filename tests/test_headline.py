@@ -1,12 +1,15 @@
 """benchmarks/headline.py: published plans as constraints, and what they need of pipelines."""
 
+import importlib
 from dataclasses import replace
 
+import _headline_ways
 import headline
 import jax
 import numpy as np
 import optax
 import pytest
+from flax.training.train_state import TrainState
 from test_stages import SMALL, same_steps
 
 from jaxscaler import _compat
@@ -24,7 +27,7 @@ from jaxscaler.pipeline.planner import plan_pipeline
 from jaxscaler.pipeline.prices import rounded, under_way
 from jaxscaler.pipeline.step import PipelineStep
 from jaxscaler.rewrite.apply import body_of
-from jaxscaler.rewrite.changes import Accumulate
+from jaxscaler.rewrite.changes import Accumulate, Stages
 from jaxscaler.rewrite.cuts import even_cut, units_of
 from jaxscaler.rewrite.parts import variables
 from jaxscaler.rewrite.stage_step import stage_step
@@ -32,7 +35,7 @@ from jaxscaler.rewrite.stages import staged
 from jaxscaler.schedule import family, uniform
 from jaxscaler.trace import trace
 from models import llama
-from models.workload import cross_entropy
+from models.workload import Workload, cross_entropy
 
 
 @pytest.mark.parametrize(
@@ -137,6 +140,43 @@ def test_state_is_cut_behind_casts(devices):
         same_steps(replace(work, step=step), run, state, run.gather)
 
 
+@pytest.mark.parametrize("rows", [(1, 3), (2, 1)])
+def test_visits_of_a_stack_that_are_cut_at_other_layers(devices, rows):
+    """Its state is in pieces by the cuts of all visits."""
+
+    def apply(params, x):
+        for _ in range(2):
+            x = jax.lax.scan(lambda x, w: (jax.numpy.tanh(x @ w), None), x, params["w"])[0]
+        return x
+
+    def step(state, batch, value_and_grad=jax.value_and_grad):
+        def loss(params):
+            return ((apply(params, batch["inputs"]) - batch["targets"]) ** 2).mean()
+
+        value, grads = value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=grads), {"loss": value}
+
+    with jax.enable_x64(True):
+        array = jax.ShapeDtypeStruct((4, 6), "float64")
+        tx = optax.sgd(0.1, momentum=0.9)
+
+        def init(key):
+            made = {"w": jax.random.normal(key, (4, 6, 6), "float64")}
+            return TrainState.create(apply_fn=apply, params=made, tx=tx)
+
+        state = jax.eval_shape(init, jax.random.key(0))
+        work = Workload("twice", step, init, state, {"inputs": array, "targets": array})
+        traced = trace(lambda s, b: step(s, b, value_and_grad), state, work.batch)
+        (first, _), (second, _) = _headline_ways.scans_of(traced)
+        cut = Stages(0, ((0, 0, 0), (first, rows[0], 1), (second, 0, 0), (second, rows[1], 1)))
+        plan = plan_pipeline(traced, Cluster.parse("cpu:2"), stages=cut, micro=2)
+        paths = sorted(p for p in plan.parts.staged.traced.in_paths if "params" in p)
+        pieces = {(1, 3): ["[0:1]", "[1:3]", "[3:4]"], (2, 1): ["[0:1]", "[1:2]", "[2:4]"]}
+        assert [p[-5:] for p in paths] == pieces[rows]
+        run = PipelineStep(plan)
+        same_steps(work, run, run.init(init, jax.random.key(0)), run.gather)
+
+
 def test_products_are_kept():
     work = llama.workload(dtype="float32", attention="flash", **SIZES)
     traced = headline.traced_of(work, "bfloat16")
@@ -162,8 +202,21 @@ def test_a_cluster_under_a_stack():
 @pytest.mark.slow
 def test_recycled_visits_share_their_devices():
     step = headline.traced("alphafold2", 4, {"size": "tiny", "scan": True})
-    (found,) = headline._recycled(step, Cluster.parse("v100-32:2"), 4, [(2, 2)])
+    (found,) = _headline_ways.recycled(step, Cluster.parse("v100-32:2"), 4, [(2, 2)])
     assert found["plan"] == "2 stages of 1, 4 micro-batches" and found["seconds"] > 0
+
+
+def test_the_cases_are_of_models_and_clusters_that_there_are():
+    assert [Cluster.parse(c).num_devices for c in headline.CLUSTERS] == [4, 8, 16, 32]
+    found = list(headline.cases())
+    assert len(found) == len({(g[0], g[2], g[5]) for g in found}) == 4 * (4 * 5 + 1)
+    for model, _, _, batch, options, _ in found:
+        module = importlib.import_module(f"models.{model}")
+        size, *rest = options.values()
+        module.configure(module.SIZES, size, "float16", **dict(zip([*options][1:], rest)))
+        assert batch % 4 == 0
+    some = list(headline.cases(("t5", "v100-32:8x2", "megatron")))
+    assert [(g[1], g[5]) for g in some] == [("vocab-1.5m", "megatron")]
 
 
 def test_bars_are_of_the_rows():
@@ -174,8 +227,8 @@ def test_bars_are_of_the_rows():
     bars = {bar["name"]: bar["ok"] for bar in headline.judge(rows)}
     assert bars == {
         "llama 405b on c: off the published step": False,
-        "gpt x: searched seconds": True,
-        "gpt x: searched / alpa": False,
+        "gpt x on c: searched seconds": True,
+        "gpt x on c: searched / alpa": False,
     }
 
 

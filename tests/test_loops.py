@@ -1,5 +1,6 @@
 """What is offered as a loop over parts, and what a loop is thought to do before it is traced."""
 
+from collections import Counter
 from math import prod
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from rewriting import plain, pull, same, values_of
+from test_recompute import model_of
 
 import jaxscaler as js
 from jaxscaler import _compat
@@ -18,7 +20,7 @@ from jaxscaler.rewrite.apply import flat, segment_of
 from jaxscaler.rewrite.candidates import candidates, cores
 from jaxscaler.rewrite.changes import Recompute, Segment
 from jaxscaler.rewrite.chunk import chunked
-from jaxscaler.space.loops import reach
+from jaxscaler.space.loops import reach, with_loops
 from jaxscaler.trace import trace
 
 # -- cores -----------------------------------------------------------------------------------------
@@ -172,6 +174,47 @@ def test_gradients_add_up_over_an_accumulation():
     covered = reach(graph, option.looped(2, None))
     assert {(8, 32), (32, 8)} <= {graph.values[v].shape for v in covered.sums}
     assert not any(4 in graph.values[v].shape for v in covered.sums)
+
+
+def ways_of_weights(model):
+    """How often each weight of `mlp` goes to the products that read it."""
+    graph, space = model.graph, model.space
+    products = {
+        n for n, node in enumerate(space.nodes) for c in node.members
+        if graph.kinds[graph.ops[model.folded.representatives[c]].kind].primitive == "dot_general"
+    }  # fmt: skip
+    found = Counter()
+    for edge in space.edges:
+        value = graph.values[model.samples[edge.value]]
+        if edge.dst in products and value.shape in WEIGHTS:
+            found[edge.times] += 1
+    return found
+
+
+WEIGHTS = [(8, 32), (32, 8)]
+
+
+def test_weights_are_read_and_their_gradients_reduced_once_a_part():
+    """As often as in the step that is traced with the loop."""
+
+    def loss(params, batch):
+        return (mlp(batch["x"], *params) ** 2).mean()
+
+    traced = trace(marked(loss), [floats(*shape) for shape in WEIGHTS], {"x": floats(4, 16, 8)})
+    before = model_of(traced)
+    option = next(o for o in options(traced, before.graph, (), []) if not o.again)
+    loop = option.looped(2, None)
+    covered = reach(before.graph, loop)
+    guess = with_loops(before, [(loop, covered)])
+    true = model_of(traced.changed(option.changes(2, 1, None)))
+    assert set(ways_of_weights(before)) == {1}
+    assert set(ways_of_weights(guess)) == set(ways_of_weights(true)) == {2}
+    classes = before.folded.value_class
+    sums = {int(classes[v]) for v in covered.sums}
+    for a, b in zip(before.space.edges, guess.space.edges):
+        use = before.space.use.get(a.value)
+        once = a.value in sums and (use is None or use[0] != a.dst)
+        assert not once or b.times == a.times  # on to the update: after the loop
 
 
 # -- what the copies and operands of a loop take ---------------------------------------------------

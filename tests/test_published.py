@@ -170,6 +170,16 @@ def test_ranks_and_regret():
     assert found.ceiling < 1 and found.pairs == 1  # 10 and 14 alone are apart for sure
 
 
+def test_what_differs_between_plans_that_are_ranked_wrongly():
+    times = [10, 11, 12, 13, 14]
+    assert scores.differing(scored(times, times), {}) == []
+    (found,) = scores.differing(scored(times, times[::-1]), {})
+    assert (found.what, found.pairs, found.wrong) == ("micro_batch", 10, 10)
+    apart = [(b / a - 1, a / b - 1) for i, a in enumerate(times) for b in times[i + 1 :]]
+    assert (found.measured, found.predicted) == pytest.approx(tuple(np.mean(apart, axis=0)))
+    assert len(scores.differing(scored(times, times[::-1]), {"Some paper": 0.1})) == 1
+
+
 def test_noise_is_the_spread_of_one_plan_measured_twice():
     same = [scores.Scored(row(measured_step_s=t), 1.0) for t in ("9", "11")]
     plans, spread = scores.noise(same)

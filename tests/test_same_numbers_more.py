@@ -57,6 +57,7 @@ def cases():
     for case in (("unet", "squeezed"), ("unet", "zero3"), ("dlrm", "squeezed")):
         quick.remove(case)
     quick += [("moe", "expert"), ("depthwise", "zero3")]
+    quick += [("vit", "random-1")]  # XLA computes another product without lower.emit's `first`
     quick += [("t5", "data"), ("clip", "data"), ("vlm", "data"), ("alphafold2", "data")]
     slow = [
         *[("unet", p) for p in ("squeezed", "zero3")],

@@ -1,12 +1,12 @@
-"""Every family of orders that a stage executor can run: the same numbers, and its shape."""
+"""Every family of orders that a stage executor can run: the same numbers, and its shape.
+
+Chimera: `test_stages_chimera.py`.
+"""
 
 import jax
 import pytest
 from test_stages import cut_of, run_planned
 
-from jaxscaler.cluster import Cluster
-from jaxscaler.errors import ScheduleError
-from jaxscaler.pipeline.planner import plan_pipeline
 from jaxscaler.rewrite.changes import Stages
 
 
@@ -39,10 +39,3 @@ def test_same_numbers(family, stages, phases, devices):
     )
     assert {t.phase for mine in plan.order for t in mine} == {*phases, "U"}
     assert len(plan.order) == 2
-
-
-def test_two_copies_of_the_parameters_are_refused():
-    _, changed, _ = cut_of("tower", 2)
-    traced = changed.changed(())
-    with pytest.raises(ScheduleError, match="chimera"):
-        plan_pipeline(traced, Cluster.parse("cpu:2"), stages=2, micro=4, order="chimera")

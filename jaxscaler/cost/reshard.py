@@ -155,7 +155,7 @@ class _Program(NamedTuple):
     impossible: np.ndarray
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def _program(rank: int, sizes: tuple[int, ...], src: bytes, dst: bytes) -> _Program:
     """Bytes and links play no part in the walk, so all tensors of a rank share it."""
     k = len(sizes)
@@ -257,8 +257,20 @@ def _collectives(
             "wants summands that the former does not have"
         )
     return tuple(
-        (kind, _group(mesh, int(axes[0, 0])).name, float(nbytes / _parts(mesh)[cut[0, 0]]))
-        for kind, axes, cut in _walk(len(shape), mesh.shape, source, target)
+        (kind, _group(mesh, axes).name, float(nbytes / _parts(mesh)[cut]))
+        for kind, axes, cut in _way(len(shape), mesh.shape, src, dst)
+    )
+
+
+@lru_cache(maxsize=4096)
+def _way(
+    rank: int, sizes: tuple[int, ...], src: tuple[int, ...], dst: tuple[int, ...]
+) -> tuple[tuple[str, int, int], ...]:
+    """The walk of one pair: (kind, axes, cut) of its collectives."""
+    source, target = np.array([src], np.int64), np.array([dst], np.int64)
+    return tuple(
+        (kind, int(axes[0, 0]), int(cut[0, 0]))
+        for kind, axes, cut in _walk(rank, sizes, source, target)
         if axes[0, 0]
     )
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxscaler.cluster.cluster import Level
 from jaxscaler.cluster.devices import Device
 from jaxscaler.cluster.mesh import Axis, Mesh
 from jaxscaler.cluster.mesh import Part as MeshPart
@@ -22,7 +23,8 @@ from jaxscaler.cost import compute
 from jaxscaler.cost.collective import collective_time
 from jaxscaler.cost.reshard import local_bytes, reshard_collectives
 from jaxscaler.errors import JaxscalerError
-from jaxscaler.estimate.config import ModelConfig
+from jaxscaler.estimate.config import ModelConfig, padded_vocab
+from jaxscaler.estimate.pinned import cheapest
 from jaxscaler.estimate.template import (
     EXPERT,
     HIDDEN,
@@ -48,10 +50,10 @@ from jaxscaler.program import (
     ops,
     values,
 )
-from jaxscaler.solve import solve
 from jaxscaler.space import strategies as st
 from jaxscaler.space.constraints import Constraints
-from jaxscaler.space.price import price
+from jaxscaler.space.nodes import PARTIAL, Node
+from jaxscaler.space.price import Tabled, tabulate
 from jaxscaler.space.problem import Model, tensor_bytes
 
 COMPUTE = (ir.FORWARD, ir.BACKWARD)
@@ -154,9 +156,38 @@ def program(
     return lines
 
 
+def plan_of(
+    task: Task, axes: tuple[Axis, ...], sp: bool, device: Device, sized: Model
+) -> tuple[np.ndarray, ...]:
+    """Strategy of each node, [1, axes] of its factors: it serves any micro-batch and vocabulary.
+
+    Found with one sample per group. With tp alone it is found on few devices, and serves all sizes
+    of an axis whose link is alike, as far as it divides: hardly anything is left open there. What
+    is best for sequences and experts depends on their sizes.
+    """
+    if [axis.name for axis in axes] == ["tp"]:
+        few = (_few(axes[0]),)
+        common = replace(task, vocab=padded_vocab(task.model.vocab, few[0].size))
+        plan = _plan(common, few, sp, device)
+        sizes = (axes[0].size,)
+        if all(_divides(node, row, sizes) for node, row in zip(sized.space.nodes, plan)):
+            return plan
+    return _plan(task, axes, sp, device)
+
+
+def _divides(node: Node, row: np.ndarray, sizes: tuple[int, ...]) -> bool:
+    parts = st.parts(node, row, sizes)[0].tolist()
+    return all(f.kind == PARTIAL or f.size % n == 0 for f, n in zip(node.factors, parts))
+
+
+def _few(axis: Axis) -> Axis:
+    """The fewest devices that divide an axis, on its outermost link."""
+    size = next(n for n in range(2, axis.size + 1) if axis.size % n == 0)
+    return Axis(axis.name, (MeshPart(Level(axis.level, size, axis.link), size),))
+
+
 @lru_cache(maxsize=1024)
-def plan_of(task: Task, axes: tuple[Axis, ...], sp: bool, device: Device) -> tuple[np.ndarray, ...]:
-    """Strategy of each node, as found with one sample per group: it serves any micro-batch."""
+def _plan(task: Task, axes: tuple[Axis, ...], sp: bool, device: Device) -> tuple[np.ndarray, ...]:
     sized = _sized(task, axes, 1, device.vendor)
     paths = tuple(
         value.path
@@ -166,13 +197,22 @@ def plan_of(task: Task, axes: tuple[Axis, ...], sp: bool, device: Device) -> tup
     sizes = {axis.name: axis.size for axis in axes}
     lines = program(task.model, paths, sizes, sp)
     bound = Constraints(lines, sized.graph, sized.folded, sized.space)
-    priced = price(sized, Mesh(axes), device, None, bound.mask)
-    found = solve(priced.problem, time_limit=TIME_LIMIT)
+    tabled = tabulate(sized, Mesh(axes), device, None, bound.mask)
+    choice = cheapest(tabled.shared)
+    if choice is None:
+        choice = _searched(task, tabled)
+    return tuple(rows[c].reshape(1, -1) for rows, c in zip(tabled.strategies, choice))
+
+
+def _searched(task: Task, tabled: Tabled) -> np.ndarray:
+    from jaxscaler.solve import solve  # which compiles: seconds, the first time
+
+    found = solve(tabled.priced().problem, time_limit=TIME_LIMIT)
     if found.choice is None:
         raise JaxscalerError(
-            f"{task.model.name} on mesh {priced.mesh}: no plan in {TIME_LIMIT:g} s ({found.status})"
+            f"{task.model.name} on mesh {tabled.mesh}: no plan in {TIME_LIMIT:g} s ({found.status})"
         )
-    return tuple(rows[c] for rows, c in zip(priced.strategies, found.choice))
+    return found.choice
 
 
 @lru_cache(maxsize=4096)
@@ -199,11 +239,11 @@ def _bare(axis: Axis) -> Axis:
 @lru_cache(maxsize=4096)
 def _body(task: Task, micro_batch: int, axes: tuple[Axis, ...], sp: bool, device: Device) -> Body:
     sized = _sized(task, axes, micro_batch, device.vendor)
-    count = len(sized.space.nodes)
-    plan = plan_of(task, axes, sp, device) if axes else (np.zeros(0, np.int64),) * count
+    plan = (np.zeros((1, 0), np.int64),) * len(sized.space.nodes)
+    if axes:
+        plan = plan_of(task, axes, sp, device, sized)
     template = template_of(task, _has_cp(axes), device.vendor)
-    rows = tuple(row.reshape(1, -1) for row in plan)
-    return _Reader(task, template, sized, Mesh(axes), rows, device).body()
+    return _Reader(task, template, sized, Mesh(axes), plan, device).body()
 
 
 def _has_cp(axes: tuple[Axis, ...]) -> bool:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from jaxscaler.cluster.cluster import Cluster
 from jaxscaler.cluster.mixed import Mixed
 from jaxscaler.errors import ConfigError, InfeasibleError
 from jaxscaler.estimate import failures
@@ -26,32 +23,16 @@ from jaxscaler.estimate.parallel import SCHEDULES, ParallelConfig
 from jaxscaler.estimate.rlhf import METHODS
 from jaxscaler.estimate.search import ROOM, SEARCHED, grower
 from jaxscaler.estimate.show import explained, served_data, show_served
+from jaxscaler.target import DONE, Report, cluster_of, progress, setting, traceable
 
 SIZES = ("hidden", "layers", "heads", "kv_heads", "head_size", "ffn", "vocab", "context",
          "experts", "chosen")  # fmt: skip
-Report = Callable[[str, str], None]  # (phase, detail)
 DEGREES = ("tp", "pp", "dp", "cp", "ep", "zero", "shard", "chunks")
 
 
-def add_command(
-    commands: Any,
-    progress: Callable[[bool], AbstractContextManager[Report]],
-    cluster_of: Callable[[str], Cluster],
-    traceable: Callable[[argparse.Namespace, Report], tuple[Any, tuple]],
-    setting: Callable[[str], tuple[str, Any]],
-) -> None:
-    """`jaxscaler estimate` among the commands. `cluster_of` reads --cluster, `traceable` the
-    workload that a MODULE:FUNCTION names, `setting` a KEY=VALUE."""
-    command = commands.add_parser(
-        "estimate", help="what it takes to train or serve a transformer: devices, time, price"
-    )
-
-    def start(args: argparse.Namespace) -> int:
-        with progress(args.quiet) as report:
-            run(args, cluster_of, lambda args: traceable(args, report))
-        return 0
-
-    command.set_defaults(run=start)
+def add_arguments(command: argparse.ArgumentParser, name: str) -> None:
+    """Of `jaxscaler estimate`."""
+    command.set_defaults(run=_start)
     command.add_argument(
         "model", nargs="?",
         help="a name, the path of a Hugging Face config.json or its folder, or MODULE:FUNCTION of "
@@ -151,11 +132,13 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def run(
-    args: argparse.Namespace,
-    cluster_of: Callable[[str], Cluster],
-    traceable: Callable[[argparse.Namespace], tuple[Any, tuple]],
-) -> None:
+def _start(args: argparse.Namespace) -> int:
+    with progress(args.quiet) as report:
+        run(args, report)
+    return DONE
+
+
+def run(args: argparse.Namespace, report: Report) -> None:
     """Answer what was asked."""
     cluster: Any = None
     if args.cluster is not None:
@@ -163,7 +146,7 @@ def run(
         cluster = mixed_of(args.cluster, cluster_of) if two else cluster_of(args.cluster)
     if args.model is not None and ":" in args.model:
         args.target = args.model
-        work, batch = traceable(args)
+        work, batch = traceable(args, report)
         found = estimate(
             work.step, work.state, *batch, cluster=cluster, price_per_hour=args.price_per_hour,
             mtbf_hours=args.mtbf_hours,

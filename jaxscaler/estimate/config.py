@@ -27,7 +27,8 @@ class ModelConfig:
     hidden: width. heads of `head_size` (0: hidden / heads), `kv_heads` of keys and values (0: as
     many as heads). ffn: width of the MLP (0: 4 * hidden), `gated` ones have three matrices. tied:
     the head is the table. positions: learned ones, `context` of them. experts, chosen: MLPs per
-    layer, and how many of them a token goes to; 0 for a dense model.
+    layer, and how many of them a token goes to; 0 for a dense model. embed_norm: a norm after the
+    table, as BLOOM has it: of consequence for memory alone.
     """
 
     name: str
@@ -46,6 +47,7 @@ class ModelConfig:
     positions: bool = False
     experts: int = 0
     chosen: int = 0
+    embed_norm: bool = False
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
@@ -320,6 +322,7 @@ def _bloom(c: Mapping[str, Any], t: str) -> dict[str, Any]:
         "layers": _of(c, t, "n_layer", "num_hidden_layers"), "vocab": _of(c, t, "vocab_size"),
         "context": _of(c, t, "seq_length", default=2048),
         "tied": _of(c, t, "tie_word_embeddings", default=True), "qkv_bias": True,
+        "embed_norm": True,
     }  # fmt: skip
 
 

@@ -75,13 +75,25 @@ def constants_for(device: Device, stack: str, path: str | Path | None = None) ->
     """
     if stack not in STACKS:
         raise ConfigError(f"stack={stack!r}: one of {', '.join(STACKS)}")
-    rows = _rows() if path is None else read_rows(Path(path).read_text().splitlines())
+    if path is None:
+        return _constants(device.name, device.vendor, stack)
+    return _read(read_rows(Path(path).read_text().splitlines()), device.name, device.vendor, stack)
+
+
+@cache
+def _constants(device: str, vendor: str, stack: str) -> Constants:
+    return _read(_rows(), device, vendor, stack)
+
+
+def _read(
+    rows: Mapping[tuple[str, str], dict[str, str]], device: str, vendor: str, stack: str
+) -> Constants:
     speed = SHARES.get(stack, stack)
-    row = rows.get((device.name, speed)) or rows.get(("*", speed)) or {}
+    row = rows.get((device, speed)) or rows.get(("*", speed)) or {}
     numbers = {
         f.name: float(row[f.name])
         for f in fields(Constants)
         if f.name in row and f.name != "source"
     }
-    numbers.setdefault("hidden", HIDDEN.get(device.vendor, 0.0))
+    numbers.setdefault("hidden", HIDDEN.get(vendor, 0.0))
     return Constants(**numbers, source=row.get("source", "the planner's own figures"))

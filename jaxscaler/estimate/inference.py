@@ -14,11 +14,11 @@ from jaxscaler.estimate.config import ModelConfig
 from jaxscaler.estimate.constants import Constants, constants_for
 from jaxscaler.estimate.memory import (
     BYTES,
-    GB,
     StageSize,
     kv_cache_bytes,
     leaves_of,
     local_parameters,
+    overhead_bytes,
     stages_of,
 )
 from jaxscaler.estimate.parallel import ParallelConfig, check, level_of
@@ -120,7 +120,7 @@ def serve(
     decode = sum(parts.values())
     used = serving_memory(
         model, p, batch, prompt + answer, prompt, BYTES[weights or dtype], stored, BYTES[dtype],
-        constants.memory_gb * GB, whole.body.leaves,
+        overhead_bytes(constants.memory_gb, stack, device.name), whole.body.leaves,
     )  # fmt: skip
     return Served(
         model, p, cluster.name, batch, prompt, answer, prefill, decode,

@@ -21,9 +21,9 @@ from jaxscaler.estimate.config import ModelConfig
 from jaxscaler.estimate.constants import Constants, constants_for
 from jaxscaler.estimate.memory import (
     BYTES,
-    GB,
     OPTIMIZERS,
     States,
+    overhead_bytes,
     saved_per_layer,
     stage_memories,
     states_of,
@@ -185,7 +185,7 @@ def price(
     stages = stage_memories(
         model, body.leaves, saved, parallel, states, micro=micro_batch, seq=seq,
         micro_batches=count, recompute=recompute, attention=attention, dropout=dropout,
-        overhead=constants.memory_gb * GB, trained=trained,
+        overhead=overhead_bytes(constants.memory_gb, stack, device.name), trained=trained,
         late=stack == "jax" and count == 1, stack=stack, feedback=narrow.kept if narrow else 0.0,
     )  # fmt: skip
     totals = [sum(stage.values()) for stage in stages]

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 # Schedules of pipelines that are searched, the one of least memory first.
 SEARCHED = ("1f1b", "interleaved", "zero-bubble", "zero-bubble-2")
+PASSES = 12  # through memory of rows that go to experts and come back, both ways
 CHUNKS = (2, 3, 4, 6, 8)  # of an interleaved stage
 
 
@@ -76,6 +77,8 @@ def rough_seconds(
         wide = 3 * 2 * model.kv_width / p.tp
         if model.experts:  # rows are chosen from whole sequences
             wide += 4 * again * model.chosen * model.hidden
+            rows = activations * p.cp * model.chosen * model.hidden
+            traffic += PASSES * rows / device.hbm_bandwidth
         traffic += wide * activations * p.cp / link(p.tp, p.cp)
     size = model.parameters / (p.tp * p.pp)
     moved = (2 + 4 + (4 * m if p.zero == 3 else 0)) * size * (1 - 1 / (p.dp * p.cp))

@@ -28,7 +28,14 @@ from jaxscaler.errors import ClusterError, ConfigError, InfeasibleError
 from jaxscaler.estimate.config import ModelConfig
 from jaxscaler.estimate.constants import Constants, constants_for
 from jaxscaler.estimate.inference import Served, score, serve, serving_memory
-from jaxscaler.estimate.memory import BYTES, GB, leaves_of, local_parameters, stages_of
+from jaxscaler.estimate.memory import (
+    BYTES,
+    GB,
+    leaves_of,
+    local_parameters,
+    overhead_bytes,
+    stages_of,
+)
 from jaxscaler.estimate.parallel import ParallelConfig, axes_of, level_of
 from jaxscaler.estimate.price import Priced, dtype_for, price
 from jaxscaler.estimate.search import Options, best_ways, fast_domain
@@ -364,13 +371,13 @@ def generations(
         wide = max(tp, model.kv_heads) % min(tp, model.kv_heads) == 0
         if model.heads % tp or model.ffn % tp or not wide:
             continue
-        way = ParallelConfig(tp=tp, dp=n // tp)
+        way = ParallelConfig(tp=tp, dp=n // tp, sp=prompt % tp == 0)
         each = -(-rollouts.batch // way.dp)
         for rounds in range(1, each + 1):
             at_a_time = -(-each // rounds)
             used = serving_memory(
                 model, way, at_a_time, seq, prompt, nbytes, nbytes, nbytes,
-                constants.memory_gb * GB,
+                overhead_bytes(constants.memory_gb, options.stack, device.name),
             )  # fmt: skip
             if sum(used.values()) <= room:
                 served = serve(

@@ -24,6 +24,7 @@ from jaxscaler.estimate.constants import constants_for
 from jaxscaler.estimate.memory import (
     GB,
     leaves_of,
+    overhead_bytes,
     saved_per_layer,
     states_of,
     training_memory,
@@ -136,29 +137,41 @@ def fast_domain(cluster: Cluster) -> int:
     return min(inner, 16 if any(x.link.kind == "torus" for x in cluster.levels) else 8)
 
 
-def roughly_fits(model: ModelConfig, device: Device, way: Way, options: Options) -> bool:
-    """Whether the closed forms of memory say that a candidate fits."""
-    p = way.parallel
-    dtype = options.dtype or dtype_for(device)
-    states = states_of(options.optimizer, dtype, options.master, options.gradient, options.stack)
-    states, trained = trained_states(model, states, dtype, options.lora, options.base)
-    constants = options.constants or constants_for(device, options.stack)
-    attention = attention_for(model, options.attention)
-    saved = saved_per_layer(
-        model, way.micro, options.seq, p, way.recompute, attention, options.dropout
-    )
-    if options.stack == "jax":
-        saved *= _unfused(model, options.seq, way.recompute, dtype, attention, device)
-    count = options.batch // (p.dp * way.micro)
-    narrow = compression_of(options.compress, options.gradient)
-    used = training_memory(
-        model, _leaves(model, p.tp, p.ep), saved, p, states, micro=way.micro, seq=options.seq,
-        micro_batches=count, recompute=way.recompute, attention=attention,
-        dropout=options.dropout, overhead=constants.memory_gb * GB, trained=trained,
-        late=options.stack == "jax" and count == 1, stack=options.stack,
-        feedback=narrow.kept if narrow else 0.0,
-    )  # fmt: skip
-    return sum(used.values()) <= options.memory * device.hbm_bytes
+class Room:
+    """The closed forms of memory, for many candidates."""
+
+    def __init__(self, model: ModelConfig, device: Device, options: Options):
+        self.model, self.device, self.options = model, device, options
+        dtype = self.dtype = options.dtype or dtype_for(device)
+        states = states_of(
+            options.optimizer, dtype, options.master, options.gradient, options.stack
+        )
+        self.states, self.trained = trained_states(model, states, dtype, options.lora, options.base)
+        constants = options.constants or constants_for(device, options.stack)
+        self.overhead = overhead_bytes(constants.memory_gb, options.stack, device.name)
+        self.attention = attention_for(model, options.attention)
+        self.narrow = compression_of(options.compress, options.gradient)
+
+    def holds(self, way: Way) -> bool:
+        """Whether a candidate fits."""
+        p, model, options = way.parallel, self.model, self.options
+        saved = saved_per_layer(
+            model, way.micro, options.seq, p, way.recompute, self.attention, options.dropout
+        )
+        if options.stack == "jax":
+            saved *= _unfused(
+                model, options.seq, way.recompute, self.dtype, self.attention, self.device
+            )
+        count = options.batch // (p.dp * way.micro)
+        used = training_memory(
+            model, _leaves(model, p.tp, p.ep), saved, p, self.states, micro=way.micro,
+            seq=options.seq, micro_batches=count, recompute=way.recompute,
+            attention=self.attention, dropout=options.dropout,
+            overhead=self.overhead, trained=self.trained,
+            late=options.stack == "jax" and count == 1, stack=options.stack,
+            feedback=self.narrow.kept if self.narrow else 0.0,
+        )  # fmt: skip
+        return sum(used.values()) <= options.memory * self.device.hbm_bytes
 
 
 @lru_cache(maxsize=256)
@@ -197,7 +210,7 @@ def best_ways(
     bodies: so many micro-batches are priced anew; `known`, which is added to, are those priced
     before. only: a family.
     """
-    device = cluster.device
+    room = Room(model, cluster.device, options)
     known = set() if known is None else known
     fitting: dict[Key, list[Way]] = defaultdict(list)
     bare: set[tuple] = set()  # what fits without recomputation is not looked at with it
@@ -208,7 +221,7 @@ def best_ways(
         same = (p, way.micro)
         if way.recompute != "none" and same in bare:
             continue
-        if not roughly_fits(model, device, way, options):
+        if not room.holds(way):
             continue
         if way.recompute == "none":
             bare.add(same)
@@ -234,7 +247,7 @@ def best_ways(
     if not found:
         raise InfeasibleError(
             f"{model.name}: no way to spread it over {cluster.name} fits "
-            f"{options.memory * device.hbm_bytes / GB:.3g} GB per device with batch="
+            f"{options.memory * cluster.device.hbm_bytes / GB:.3g} GB per device with batch="
             f"{options.batch}, seq={options.seq}: take more or larger devices"
         )
     found += _with_other_schedules(model, cluster, options, found)
@@ -344,7 +357,7 @@ def smallest(
             for way in ways(model, cluster, options)
             if way.micro == 1 and (only is None or family(way.parallel) == only)
         )
-        if not any(roughly_fits(model, cluster.device, way, options) for way in some):
+        if not any(map(Room(model, cluster.device, options).holds, some)):
             continue
         try:
             return cluster, best_ways(model, cluster, options, known=known, only=only)

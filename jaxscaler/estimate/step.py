@@ -143,9 +143,25 @@ class Step:
         if part.kind == MATMUL and self.job.dtype == "float8":
             device = self.job.cluster.device
             seconds *= device.flops(self.dtype) / device.flops("float8_e4m3fn")
+        if part.kind == SCORES and self.unaligned():
+            seconds = max(seconds, part.flops / self.plain_rate)
         share = {MATMUL: c.matmul, SCORES: c.attention, VECTOR: c.vector}[part.kind]
         seconds *= 1 + c.wave * part.tail / part.flops if part.tail else 1
         return {part.kind: seconds / share, "launch": part.runs * c.launch_us * 1e-6}
+
+    @property
+    def plain_rate(self) -> float:
+        """FLOP/s without tensor cores."""
+        rates = dict(self.job.cluster.device.peak_flops)
+        return rates.get("f32", max(rates.values()))
+
+    def unaligned(self) -> bool:
+        """Whether products with heads are kept from tensor cores: rows of a head that are no
+        multiple of 16 bytes (NVIDIA, "Matrix Multiplication Background User's Guide", section
+        "Tensor Core Requirements"). Kernels of attention fill them up."""
+        job = self.job
+        row = job.model.head_size * BYTES[self.dtype]
+        return job.attention == "unfused" and job.cluster.device.vendor == "NVIDIA" and row % 16 > 0
 
     @property
     def dtype(self) -> str:

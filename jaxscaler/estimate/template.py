@@ -142,6 +142,30 @@ def _template(task: Task, cp: bool, vendor: str) -> Template:
 @lru_cache(maxsize=64)
 def _traced(task: Task) -> tuple[ir.OpGraph, int, int, int]:
     """(the graph, the primes in it for batch, layers and vocabulary)."""
+    work, batch, layers, vocab = _workload(replace(task, recompute="", training=True, kept=""))
+    model = work.state.apply_fn.__self__
+    remat = {"remat": task.recompute == "full"}
+    if task.model.family != "t5":  # which has no remat of its attention
+        remat["remat_attention"] = task.recompute == "selective"
+    forward = model.clone(config=replace(model.config, **remat)).apply
+    params = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, task.kept), work.state.params
+    )
+    if task.training:
+        traced = trace(work.step, work.state.replace(params=params, apply_fn=forward), work.batch)
+    else:
+
+        def infer(params: Any, tokens: Any) -> Any:
+            return forward({"params": params}, tokens)
+
+        traced = trace(infer, params, work.batch["inputs"])
+        traced = replace(traced, roles=(("params/*", ir.PARAMETER), ("tokens", ir.BATCH)))
+    return build(traced), batch, layers, vocab
+
+
+@lru_cache(maxsize=64)
+def _workload(task: Task) -> tuple[Any, int, int, int]:
+    """(the workload, whatever is recomputed, and the primes in it)."""
     import optax
 
     config = task.model
@@ -153,28 +177,13 @@ def _traced(task: Task) -> tuple[ir.OpGraph, int, int, int]:
     vocab = next(p for p in TABLES if all(n % p for n in taken))
     options = config.workload_options(layers, task.kv_heads)
     options |= {"vocab": vocab, "context": max(config.context, task.seq)}
-    options["remat"] = task.recompute == "full"
-    if config.family != "t5":  # which has neither kernels nor remat of its attention
+    if config.family != "t5":  # which has no kernels
         options["attention"] = "xla" if task.attention == "unfused" else "flash"
-        options["remat_attention"] = task.recompute == "selective"
     module = import_module(f"models.{config.family}")
     work = module.workload(
         "tiny", batch=batch, seq=task.seq, dtype=task.dtype, tx=optax.sgd(1.0), **options,
     )  # fmt: skip
-    params = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, task.kept), work.state.params
-    )
-    if task.training:
-        traced = trace(work.step, work.state.replace(params=params), work.batch)
-    else:
-        forward = work.state.apply_fn
-
-        def infer(params: Any, tokens: Any) -> Any:
-            return forward({"params": params}, tokens)
-
-        traced = trace(infer, params, work.batch["inputs"])
-        traced = replace(traced, roles=(("params/*", ir.PARAMETER), ("tokens", ir.BATCH)))
-    return build(traced), batch, layers, vocab
+    return work, batch, layers, vocab
 
 
 def dims_of(config: ModelConfig, path: str) -> tuple[str | None, ...]:

@@ -28,6 +28,7 @@ from jaxscaler.space.subjects import Subjects
 from jaxscaler.trace import Traced
 
 PARTS = (2, 4, 8, 16)  # numbers that are tried where a line, or nobody, says one
+MORE = (32, 64, 128)  # of an accumulation, that are tried where none of those makes a plan fit
 ASKED = 12  # programs that are planned for them
 FACTORS = 3  # that are tried where a line says ANY
 

@@ -15,7 +15,7 @@ from jaxscaler.graph.ir import FORWARD, OpGraph
 from jaxscaler.loops.asked import PARTS
 from jaxscaler.loops.options import Option, Pick
 from jaxscaler.replan import Again
-from jaxscaler.search import ENOUGH
+from jaxscaler.search import ENOUGH, WIDE, Best, promising, same_choice
 from jaxscaler.solve import solve
 from jaxscaler.solve.evaluate import evaluate, profile_of, usage_profile
 from jaxscaler.solve.problem import StrategyProblem
@@ -30,7 +30,7 @@ from jaxscaler.why import Session
 BETTER = 0.995  # of the best plan's seconds, which a loop must reach to be kept
 SCREEN = (0.1, 0.5)  # work of bounding an estimate
 SEARCH, GUESS = (2.0, ENOUGH), (0.5, 0.05)  # work and gap of searching it, in more memory too
-LEVELS = (1.0, 1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0)  # times the memory
+LEVELS = (1.0, 1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, *(10.0 * 2**n for n in range(20)))
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,11 @@ class Estimate:
 
 
 def estimated(
-    view: View, mesh: Mesh, picks: Sequence[Pick], share: float = 1.0, most: float = np.inf
-) -> Estimate:
+    view: View, mesh: Mesh, picks: Sequence[Pick], share: float = 1.0, most: float = np.inf,
+    begin: Estimate | None = None,
+) -> Estimate:  # fmt: skip
     """The best plan on a mesh with these loops, for counted work, in a share of the memory.
+    `begin`: the one on a coarser mesh, with the same loops.
 
     Where none fits: in the least multiple of it, up to `most`, in which there is one.
     """
@@ -139,7 +141,9 @@ def estimated(
         tabled = tabulate(model, mesh, device, None, keep)
     except ConstraintError:
         return nothing
-    need = _least(tabled)
+    need, hint = _least(tabled), None
+    if begin is not None and begin.priced is not None and begin.choice is not None:
+        hint = same_choice(Best(begin.priced, begin.choice, begin.cost, variant), tabled)
     levels = [x for x in LEVELS if x <= most and need <= x * limit]
     prices: Mapping[int, float] = {}
     best: tuple[float, np.ndarray, float] | None = None
@@ -148,7 +152,7 @@ def estimated(
     while high - low > 1:
         usage = int(levels[at] * limit) - model.fixed_bytes
         work = SEARCH if at == 0 else GUESS
-        choice, cost, prices = _solved(tabled, usage, prices, work)
+        choice, cost, prices = _solved(tabled, usage, prices, work, hint)
         if choice is None:
             low = at
         else:
@@ -168,15 +172,19 @@ def estimated(
 
 
 def _solved(
-    tabled: Tabled, usage: int, prices: Mapping[int, float], work: tuple[float, float]
-) -> tuple[np.ndarray | None, float, Mapping[int, float]]:
-    """(choice, its seconds, the multipliers of the rows of memory) under a limit of usage."""
+    tabled: Tabled, usage: int, prices: Mapping[int, float], work: tuple[float, float],
+    hint: np.ndarray | None = None,
+) -> tuple[np.ndarray | None, float, Mapping[int, float]]:  # fmt: skip
+    """(choice, its seconds, the multipliers of the rows of memory) under a limit of usage; of a
+    wide problem among its most promising strategies."""
     shared, ptr = tabled.shared, tabled.shared.rest.node_ptr
     shared = replace(shared, rest=replace(shared.rest, usage_limit=usage))
     screened = screen(shared, work=SCREEN[0], most=SCREEN[1], prices=prices)
     alive = screened.alive(None)
     if not np.logical_or.reduceat(alive, ptr[:-1]).all():
         return None, np.inf, screened.prices
+    if shared.entries(alive) > WIDE:
+        alive = promising(shared, screened.floor, alive, hint)
     part, kept = shared.restricted(alive).whole(), np.flatnonzero(alive)
     found = solve(part, work_limit=work[0], gap=work[1])
     if found.choice is None or found.cost is None:

@@ -9,7 +9,7 @@ from typing import Any
 from jaxscaler import _compat
 from jaxscaler.errors import RewriteError
 from jaxscaler.graph.ir import BATCH, FORWARD, OpGraph
-from jaxscaler.loops.asked import PARTS
+from jaxscaler.loops.asked import MORE, PARTS
 from jaxscaler.rewrite.accumulate import batch_division
 from jaxscaler.rewrite.candidates import candidates
 from jaxscaler.rewrite.changes import Accumulate, Change, Segment, overlap
@@ -133,6 +133,14 @@ def fewer_segments(pick: Pick) -> Iterator[Pick]:
     if count > 1:
         yield replace(pick, first=count // 2)
         yield replace(pick, first=-(count // 2))
+
+
+def more_parts(pick: Pick) -> Iterator[Pick]:
+    """An accumulation in more parts than are tried at first, few first."""
+    if not pick.option.again:
+        for parts in MORE:
+            if parts > pick.parts and pick.option.size % parts == 0:
+                yield replace(pick, parts=parts)
 
 
 def fewer_parts(pick: Pick) -> Iterator[Pick]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from jaxscaler.cluster.mesh import Mesh
 from jaxscaler.loops.estimate import Estimate, View, estimated
-from jaxscaler.loops.options import Option, Pick, clash, fewer_parts, fewer_segments
+from jaxscaler.loops.options import Option, Pick, clash, fewer_parts, fewer_segments, more_parts
 from jaxscaler.space.loops import held_bytes
 
 MOST = 8  # loops in one plan
@@ -23,8 +23,11 @@ def picked(
 ) -> tuple[Picks, Estimate]:
     """The loops that help on a mesh in a share of the memory, as it is estimated, and the plan
     with them. `picks`: those to begin with."""
-    most = tuple(Pick(p.option, p.option.most) for p in picks)
-    best = _fewer(view, mesh, say, share, *_grown(view, mesh, found, say, share, most))
+    most = tuple(Pick(p.option, max(p.parts, p.option.most)) for p in picks)
+    best = _grown(view, mesh, found, say, share, most)
+    if best[1].seconds is None:
+        best = _thinner(view, mesh, found, say, share, *best)
+    best = _fewer(view, mesh, say, share, *best)
     for n, pick in enumerate(best[0]):
         # parts with a sample for each device: then nothing else need be cut, but more is held
         samples = pick.option.size // view.session.cluster.num_devices
@@ -32,7 +35,7 @@ def picked(
             continue
         some = () if samples == 1 else (replace(pick, parts=samples),)
         other = _grown(view, mesh, found, say, share, (*best[0][:n], *some, *best[0][n + 1 :]),
-                       pick.option)  # fmt: skip
+                       pick.option, best[1].seconds)  # fmt: skip
         if other[1].better_than(best[1]):
             best = _fewer(view, mesh, say, share, *other)
         break
@@ -41,14 +44,15 @@ def picked(
 
 def _grown(
     view: View, mesh: Mesh, found: Sequence[Option], say: Say, share: float, picks: Picks,
-    but: Option | None = None,
+    but: Option | None = None, beat: float | None = None,
 ) -> tuple[Picks, Estimate]:  # fmt: skip
     """One loop more at a time, in as many parts as can be, as long as the plan gets better: of
-    those that hold most of what is in rows of memory with a price; none of `but`."""
+    those that hold most of what is in rows of memory with a price; none of `but`. Not any more
+    where it is no faster than `beat` with all the memory that it takes."""
     now = estimated(view, mesh, picks, share)
     if picks:
         say("loops", f"{', '.join(map(str, picks))}, estimated: {now}")
-    while len(picks) < MOST:
+    while len(picks) < MOST and (beat is None or now.cost < beat):
         scored = []
         for n, option in enumerate(found):
             if option is but or any(clash(p.option, option) for p in picks):
@@ -67,6 +71,20 @@ def _grown(
         if better is None:
             break
         picks = (*picks, better)
+    return picks, now
+
+
+def _thinner(
+    view: View, mesh: Mesh, found: Sequence[Option], say: Say, share: float, picks: Picks,
+    now: Estimate,
+) -> tuple[Picks, Estimate]:  # fmt: skip
+    """Where nothing fits: an accumulation in more parts, until something does."""
+    for pick in picks:
+        for more in more_parts(pick):
+            if now.seconds is None:
+                alone = _grown(view, mesh, found, say, share, (more,))
+                if alone[1].better_than(now):
+                    picks, now = alone
     return picks, now
 
 

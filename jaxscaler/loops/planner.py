@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
+
 from jaxscaler import _compat
 from jaxscaler.cluster.cluster import Cluster
 from jaxscaler.cluster.mesh import Mesh
@@ -27,6 +29,7 @@ from jaxscaler.loops.options import Option, Pick, batch_of, options
 from jaxscaler.loops.picking import picked
 from jaxscaler.program import HOST, NOWHERE, Line, Statement
 from jaxscaler.replan import binds, space_of
+from jaxscaler.report.show import size_text
 from jaxscaler.rewrite.changes import (
     Accumulate,
     Change,
@@ -128,6 +131,7 @@ class _Search:
     error: InfeasibleError | None = None
     tried: list[str] = field(default_factory=list)
     need: float | None = None  # bytes of the step of least memory that does not fit
+    least: tuple[float, str] | None = None  # of estimates that do not: (bytes, what it is)
 
     def __post_init__(self) -> None:
         self.places = tuple(
@@ -192,10 +196,16 @@ class _Search:
         ways: list[tuple[Mesh, tuple[Pick, ...], Estimate]] = []
         picks: tuple[Pick, ...] = ()
         for mesh in view.session.meshes if known is None else (known,):
-            priced = estimated(view, mesh, picks)
+            begin = ways[-1][2] if ways and ways[-1][1] == picks else None
+            priced = estimated(view, mesh, picks, begin=begin)
             if not ways or priced.cost < min(p.cost for *_, p in ways) or priced.seconds is None:
-                picks, priced = picked(view, mesh, found, self.say, 1.0, picks)
-            self.say("loops", f"mesh {mesh}: {_label(picks) or 'none'}: {priced}")
+                other = picked(view, mesh, found, self.say, 1.0, picks)
+                if not ways or other[1].better_than(priced):
+                    picks, priced = other
+            label = _label(picks) or "none"
+            self.say("loops", f"mesh {mesh}: {label}: {priced}")
+            if priced.seconds is None and priced.used < (self.least or (np.inf,))[0]:
+                self.least = priced.used, f"{label}, on mesh {mesh}"
             ways.append((mesh, picks, priced))
         return sorted(ways, key=lambda way: (way[2].level, way[2].cost))
 
@@ -209,6 +219,9 @@ class _Search:
             for c in self.best.traced.changes
             if isinstance(c, Recompute) and len(c.segment.inside) == 2
         }
+        # one that is not differentiated has no backward pass to run again in
+        origins = (op.origin for op in self.best.graph.ops if op.origin is not None)
+        scans &= {(o.loss, o.key[0]) for o in origins if o.again}
         for loss, scan in sorted(scans):
             _, _, length = _compat.scan_sizes(self.traced.losses[loss].eqns[scan])
             low, high = 0, length  # so many iterations must be made again: more than, at most
@@ -347,7 +360,12 @@ class _Search:
                 raise self.error
             return self.search(self.traced, self.graph, self.time_limit)
         except InfeasibleError as cause:
-            error = type(cause)(f"{cause}\nnor with loops over parts: {tried}")
+            text = f"{cause}\nnor with loops over parts: {tried}"
+            if self.least is not None:
+                need, label = self.least
+                text += f"\nthe least that one is estimated to take is {size_text(need)}: {label}"
+                self.need = min(self.need or need, need)
+            error = type(cause)(text)
             error.session = cause.session
             self.missed(cause)
             error.need = self.need

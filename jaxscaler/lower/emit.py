@@ -139,19 +139,28 @@ class Emitter:
             wanted, _ = self.spec(use)
             if wanted != spec or partial:
                 # twice: the layout at rest first keeps the gather behind a cast that precedes it
-                path += [] if partial else [spec]
+                path += self.first(spec, partial, wanted) if partial else [spec]
                 path.append(wanted)
             spec, partial = wanted, False
         read = self.space.read.get((self.op_class[op.id], slot))
         if read is not None:
             wanted, stays = self.spec(read)
             if not stays and (wanted != spec or partial):
-                if partial and _moves(spec, wanted):
-                    path.append(spec)  # else XLA gathers a small operand of the product instead
+                path += self.first(spec, partial, wanted)
                 path.append(wanted)
         elif partial:
             path.append(self.whole(v))
         return tuple(path)
+
+    @staticmethod
+    def first(spec: Spec, partial: bool, wanted: Spec) -> list[Spec]:
+        """What a partial sum is constrained to before a layout that moves its pieces: its own.
+
+        Else XLA gathers a small operand of the product instead, or computes another product: wrong
+        is one with a batch dim on axis b and sums over axis a, if its result is wanted with that
+        dim on a and another dim on b (jaxlib 0.10.2).
+        """
+        return [spec] if partial and _moves(spec, wanted) else []
 
     def skips_use(self, op, v: int, use) -> bool:
         """The update reads state as it lies; so do readers in the node that makes a value."""
@@ -164,6 +173,7 @@ class Emitter:
     def run(self) -> Layouts:
         graph = self.graph
         self.leaving = self.values_leaving_their_node()
+        self.given_back = set(graph.outputs)
         tables = [defaultdict(dict) for _ in range(4)]
         self.results, self.operands, self.body_inputs, self.body_outputs = tables
         kernels = {}
@@ -215,7 +225,8 @@ class Emitter:
             if v < 0 or prod(self.graph.values[v].shape) <= 1 or v not in self.leaving:
                 continue
             spec, partial = self.made(v)
-            if not partial:
+            leaves = self.result(v) if v in self.given_back else spec
+            if not partial or self.first(spec, partial, leaves):
                 self.put(self.results, op.key, r, (spec,))
 
     def marker(self, op) -> None:

@@ -10,7 +10,7 @@ One process sees all devices here. Several processes need the pipeline as one pr
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,12 +18,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxscaler import _compat
-from jaxscaler.errors import PlanError, ScheduleError
+from jaxscaler.errors import PlanError
+from jaxscaler.lower.copies import added, apart, as_one, over_copies, total
 from jaxscaler.lower.interpret import constrain, named_sharding
 from jaxscaler.lower.sites import Places, RunningSite, results_of
+from jaxscaler.lower.turns import checked_order, in_turns
 from jaxscaler.rewrite.parts import Part
 from jaxscaler.rewrite.stages import Staged
-from jaxscaler.schedule.tasks import UPDATE, Task
+from jaxscaler.schedule.tasks import Task
 
 Store = dict[tuple[Any, int], Any]  # (variable, place) -> array
 
@@ -39,9 +41,11 @@ class Code(NamedTuple):
 class Executor:
     """`executor(leaves) -> results` of a staged step, flat as its jaxpr has them.
 
-    sites: [place]. order: per device group the tasks (`schedule.Task`) that it runs, in order;
-    updates follow the last task, whether the order has them or not. Of a stage without W tasks B is
-    all of the backward pass. donate: state that is given is written over.
+    sites: [place]; for two copies of every stage (`schedule.mirrored`) those of the second copies
+    follow, and a leaf of the state is an array on both (`meshes`: [place]). order: per device group
+    the tasks (`schedule.Task`) that it runs, in order; updates follow the last task, whether the
+    order has them or not. Of a stage without W tasks B is all of the backward pass. donate: state
+    that is given is written over.
 
     Raises ScheduleError, naming tasks, for an order that is not complete or waits in a circle, and
     PlanError in one of several processes.
@@ -59,15 +63,126 @@ class Executor:
                 f"a stage executor dispatches to all devices from one process, and there are "
                 f"{jax.process_count()}: several need the pipeline as one program"
             )
-        self.staged, self.sites, self.loop = staged, sites, staged.loop
-        self.order = checked_order(staged, order)
-        split = {t.stage for mine in self.order for t in mine if t.phase == "W"}
+        self.staged, self.sites = staged, sites
+        count = 1 + max(staged.places)
+        firsts = range(0, len(sites), count)
+        self.order = checked_order(staged, order, len(firsts))
+        split = {t.stage % len(staged.places) for mine in self.order for t in mine
+                 if t.phase == "W"}  # fmt: skip
         parts = {
             (run, phase): staged.part(run, "BW" if phase == "B" and run not in split else phase)
             for run in staged.runs
             for phase in ("FBW" if run in split else "FB")
         }
-        self.places = Places(staged, sites, parts)
+        self.places = Places(staged, sites[:count], parts)
+        self.copies = [
+            Copy(staged, sites[n : n + count], self.places, parts, donate) for n in firsts
+        ]
+        self.meshes = [over_copies([c.sites[p].mesh for c in self.copies]) for p in range(count)]
+        self.state_results = {o for _, o in staged.traced.state_pairs}
+        self.sums: dict[int, list] = defaultdict(list)  # [place]: what both copies add up
+        for c in staged.loop.carries:
+            if not _compat.is_dropped(c.last):
+                self.sums[self.places.source[c.last]].append(c)
+
+    def sharding(self, v: Any, place: int) -> jax.sharding.NamedSharding:
+        """Of an argument or result that is state: where all of its copies lie."""
+        return named_sharding(self.meshes[place], self.places.spec(v, place))
+
+    def __call__(self, leaves: Sequence) -> list:
+        """The flat results of a step on its flat arguments, each on the devices of its stage."""
+        count, several = len(self.staged.places), len(self.copies)
+        stores = [copy.begun(own) for copy, own in zip(self.copies, self._apart(leaves))]
+        passes = [
+            _Pass(copy, store, range(n, self.staged.loop.micro, several))
+            for n, (copy, store) in enumerate(zip(self.copies, stores))
+        ]
+
+        def own(task: Task) -> tuple[_Pass, Task]:
+            n, run = divmod(task.stage, count)
+            return passes[n], task._replace(stage=run)
+
+        def there(task: Task) -> bool:
+            passing, mine = own(task)
+            return passing.there(mine)
+
+        for task in in_turns(self.order, there):
+            passing, mine = own(task)
+            passing.run(mine)
+        if several > 1:
+            self._exchange(passes)
+        for passing in passes:
+            passing.end()
+        for n in range(len(self.staged.update)):
+            for copy, store in zip(self.copies, stores):
+                copy.updated(n, store)
+        return self._results(stores)
+
+    def _apart(self, leaves: Sequence) -> list[list]:
+        """[copy]: its flat arguments."""
+        found: list[list] = [[] for _ in self.copies]
+        seen: set[int] = set()
+        for v, x in zip(self.staged.traced.jaxpr.jaxpr.invars, leaves):
+            home = self.staged.homes.get(v)
+            each = [x] * len(self.copies)
+            if home is not None and isinstance(x, jax.Array):  # no buffer is written over twice
+                x = x.copy() if id(x) in seen else x
+                seen.add(id(x))
+                each = [x] * len(self.copies)
+                whole = self.sharding(v, home)
+                if len(each) > 1 and x.committed and x.sharding.is_equivalent_to(whole, x.ndim):
+                    each = apart(x, [copy.sharding(v, home) for copy in self.copies])
+            for mine, own in zip(found, each):
+                mine.append(own)
+        return found
+
+    def _exchange(self, passes: Sequence[_Pass]) -> None:
+        """What copies add up, or stack by micro-batches, each of them then has of all."""
+        for place, carries in self.sums.items():
+            jitted = [
+                copy.jitted(
+                    ("total", place), total, [copy.sharding(c.last, place) for c in carries], (n,)
+                )
+                for n, copy in enumerate(self.copies)
+            ]
+            made = added([[p.sums[c.inside] for c in carries] for p in passes], jitted)
+            for passing, sums in zip(passes, made):
+                passing.sums.update(zip((c.inside for c in carries), sums))
+        for v, outside in self.staged.loop.stacks:
+            own = [dict(p.stacked[outside]) for p in passes]
+            for n, copy in enumerate(self.copies):
+                there = copy.sharding(v, self.places.source[outside])
+                for k, parts in enumerate(own):
+                    if k != n:
+                        moved = {m: jax.device_put(x, there) for m, x in parts.items()}
+                        passes[n].stacked[outside].update(moved)
+
+    def _results(self, stores: Sequence[Store]) -> list:
+        """State over all copies, all else as the first copy has it."""
+        found = []
+        jaxpr = self.staged.traced.jaxpr.jaxpr
+        for o, (v, place) in enumerate(zip(jaxpr.outvars, self.staged.result_homes)):
+            if _compat.is_literal(v):
+                found.append(jnp.asarray(v.val))
+            elif len(stores) > 1 and o in self.state_results:
+                found.append(as_one([s[v, place] for s in stores], self.sharding(v, place)))
+            else:
+                found.append(stores[0][v, place])
+        return found
+
+
+class Copy:
+    """The code of all stages on some sites, [place]: all that a step runs, or one of its copies."""
+
+    def __init__(
+        self,
+        staged: Staged,
+        sites: Sequence[RunningSite],
+        places: Places,
+        parts: Mapping[tuple[int, str], Part],
+        donate: bool,
+    ):
+        self.staged, self.sites, self.places, self.loop = staged, sites, places, staged.loop
         sums = {c.inside for c in self.loop.carries}
         self.tasks = {
             key: self._code(part, staged.places[key[0]], True, sums) for key, part in parts.items()
@@ -131,53 +246,48 @@ class Executor:
             if v not in results
         }
 
-    def _moved(self, x: Any, v: Any, source: int, place: int) -> Any:
+    def moved(self, x: Any, v: Any, source: int, place: int) -> Any:
         """A value of `source` as `place` wants it; no host is in between."""
         spec = self.places.sent[v, place]
         if spec != self.places.spec(v, source):
             sharding = named_sharding(self.sites[source].mesh, spec)
-            x = self._jitted(sharding, lambda x: x, sharding)(x)
-        return jax.device_put(x, self._sharding(v, place))
+            x = self.jitted(sharding, lambda x: x, sharding)(x)
+        return jax.device_put(x, self.sharding(v, place))
 
-    def _jitted(self, key: Any, run: Callable, shardings: Any) -> Callable:
+    def jitted(
+        self, key: Any, run: Callable, shardings: Any, given_up: tuple[int, ...] = ()
+    ) -> Callable:
         if key not in self._small:
-            self._small[key] = jax.jit(run, out_shardings=shardings)
+            self._small[key] = jax.jit(run, out_shardings=shardings, donate_argnums=given_up)
         return self._small[key]
 
-    def _sharding(self, v: Any, place: int) -> jax.sharding.NamedSharding:
+    def sharding(self, v: Any, place: int) -> jax.sharding.NamedSharding:
         return named_sharding(self.sites[place].mesh, self.places.spec(v, place))
 
     # -- one step ----------------------------------------------------------------------------------
 
-    def __call__(self, leaves: Sequence) -> list:
-        """The flat results of a step on its flat arguments, each on the devices of its stage."""
-        staged, jaxpr = self.staged, self.staged.traced.jaxpr
+    def begun(self, leaves: Sequence) -> Store:
+        """What there is before the loop: arguments where they are read, and what is prepared."""
+        jaxpr = self.staged.traced.jaxpr
         store: Store = {}
-        given = (*zip(jaxpr.jaxpr.invars, leaves), *zip(jaxpr.jaxpr.constvars, jaxpr.consts))
-        seen: set[int] = set()
-        for v, x in given:
-            home = staged.homes.get(v)
-            if home is not None and isinstance(x, jax.Array):  # no buffer is written over twice
-                x = x.copy() if id(x) in seen else x
-                seen.add(id(x))
+        for v, x in (*zip(jaxpr.jaxpr.invars, leaves), *zip(jaxpr.jaxpr.constvars, jaxpr.consts)):
+            home = self.staged.homes.get(v)
             if home is None:
                 for p in self.places.wants.get(v, ()):
                     store[v, p] = self._put(x, v, p)
             else:
-                self._keep(v, self._put(x, v, home), home, store)
+                self.keep(v, self._put(x, v, home), home, store)
         self._level(self.prepare, store)
-        self._micro_batches(store)
-        for level, done in zip(self.update, self.done):
-            self._level(level, store)
-            for key in done:
-                del store[key]
-        return [
-            jnp.asarray(v.val) if _compat.is_literal(v) else store[v, p]
-            for v, p in zip(jaxpr.jaxpr.outvars, staged.result_homes)
-        ]
+        return store
+
+    def updated(self, level: int, store: Store) -> None:
+        """One level of the update."""
+        self._level(self.update[level], store)
+        for key in self.done[level]:
+            del store[key]
 
     def _put(self, x: Any, v: Any, place: int) -> Any:
-        sharding = self._sharding(v, place)
+        sharding = self.sharding(v, place)
         if isinstance(x, jax.Array) and x.committed and x.sharding == sharding:
             return x
         return jax.device_put(x, sharding)
@@ -186,66 +296,16 @@ class Executor:
         for place, code in level.items():
             made = code.run([store[v, place] for v in code.reads])
             for v, x in zip(code.makes, made):
-                self._keep(v, x, place, store)
+                self.keep(v, x, place, store)
 
-    def _keep(self, v: Any, x: Any, place: int, store: Store) -> None:
+    def keep(self, v: Any, x: Any, place: int, store: Store) -> None:
         """Store a value outside of the loop, and send it to the places that read it."""
         store[v, place] = x
         if self.places.source[v] == place:
             for p in self.staged.sends.get(v, ()):
-                store[v, p] = self._moved(x, v, place, p)
+                store[v, p] = self.moved(x, v, place, p)
 
-    def _micro_batches(self, store: Store) -> None:
-        loop, readers = self.loop, self.places.readers
-        sums = self._zeros(store)
-        slices = self._slices(store)
-        results = {c.result: c.inside for c in loop.carries}
-        ends = dict(loop.stacks)
-        kept: dict[tuple[Any, int, int], Any] = {}  # (variable, place, micro-batch)
-        uses: dict[tuple[Any, int, int], int] = {}
-        stacked: dict[Any, dict[int, Any]] = defaultdict(dict)
-
-        def read(v: Any, place: int, m: int) -> Any:
-            if v in sums:
-                return sums[v]
-            if v in loop.consts:
-                atom = loop.consts[v]
-                return atom.val if _compat.is_literal(atom) else store[atom, place]
-            if v in loop.slices:
-                return slices[v, place][m]
-            uses[v, place, m] -= 1
-            return kept[v, place, m] if uses[v, place, m] else kept.pop((v, place, m))
-
-        def there(task: Task) -> bool:
-            code, place = self.tasks[task.stage, task.phase], self.staged.places[task.stage]
-            made = (v for v in code.reads if (v, place) in readers)
-            return all((v, place, task.micro) in kept for v in made)
-
-        for task in in_turns(self.order, there):
-            code, place, m = *self._at(task), task.micro
-            made = code.run([read(v, place, m) for v in code.reads]) if code.makes else []
-            for v, x in zip(code.makes, made):
-                if v in results:
-                    sums[results[v]] = x
-                if v in ends:
-                    stacked[ends[v]][m] = x
-                for p in (place, *self.staged.sends.get(v, ())):
-                    if (v, p) in readers:
-                        kept[v, p, m] = x if p == place else self._moved(x, v, place, p)
-                        uses[v, p, m] = readers[v, p]
-            del made
-        for c in loop.carries:
-            if not _compat.is_dropped(c.last):
-                self._keep(c.last, sums[c.inside], self.places.source[c.last], store)
-        for v, parts in stacked.items():
-            place = self.places.source[v]
-            stack = self._jitted(v, lambda *xs: jnp.stack(xs), self._sharding(v, place))
-            self._keep(v, stack(*(parts[m] for m in range(loop.micro))), place, store)
-
-    def _at(self, task: Task) -> tuple[Code, int]:
-        return self.tasks[task.stage, task.phase], self.staged.places[task.stage]
-
-    def _zeros(self, store: Store) -> dict[Any, Any]:
+    def zeros(self, store: Store) -> dict[Any, Any]:
         """What sums over micro-batches begin with, each in a buffer of its own."""
         found: dict[Any, Any] = {}
         seen = Counter(c.first for c in self.loop.carries if not _compat.is_literal(c.first))
@@ -258,28 +318,93 @@ class Executor:
             x = store[c.first, place]
             if seen[c.first] > 1 or c.first in self.places.wants:
                 x = x.copy()
-            found[c.inside] = jax.device_put(x, self._sharding(c.inside, place))
+            found[c.inside] = jax.device_put(x, self.sharding(c.inside, place))
         for place, carries in numbers.items():
-            shardings = [self._sharding(c.inside, place) for c in carries]
-            begin = self._jitted(("sums", place), lambda some=carries: _begun(some), shardings)
+            shardings = [self.sharding(c.inside, place) for c in carries]
+            begin = self.jitted(("sums", place), lambda some=carries: _begun(some), shardings)
             found.update(zip((c.inside for c in carries), begin()))
         return found
 
-    def _slices(self, store: Store) -> dict[tuple[Any, int], list]:
-        """(variable of the body, place) -> its value for every micro-batch."""
-        found, count = {}, self.loop.micro
+    def slices(self, store: Store, micros: range) -> dict[tuple[Any, int], dict[int, Any]]:
+        """(variable of the body, place) -> its value for each of `micros`."""
+        found = {}
         for v, atom in self.loop.slices.items():
             for place in sorted(self.places.wants.get(atom, ())):
-                split = self._jitted(
+                split = self.jitted(
                     (v, place),
-                    lambda x: [x[m] for m in range(count)],
-                    [self._sharding(v, place)] * count,
+                    lambda x: [x[m] for m in micros],
+                    [self.sharding(v, place)] * len(micros),
                 )
-                found[v, place] = split(store[atom, place])
+                found[v, place] = dict(zip(micros, split(store[atom, place])))
         for atom in self.only_sliced:
             for place in self.places.wants.get(atom, ()):
                 del store[atom, place]
         return found
+
+
+class _Pass:
+    """The micro-batches that go through one copy in one step: what is kept and added up of them.
+
+    sums: variable before a micro-batch -> its value. stacked: result -> micro-batch -> its part.
+    """
+
+    def __init__(self, copy: Copy, store: Store, micros: range):
+        self.copy, self.store, self.loop = copy, store, copy.loop
+        self.sums = copy.zeros(store)
+        self.slices = copy.slices(store, micros)
+        self.kept: dict[tuple[Any, int, int], Any] = {}  # (variable, place, micro-batch)
+        self.uses: dict[tuple[Any, int, int], int] = {}
+        self.stacked: dict[Any, dict[int, Any]] = defaultdict(dict)
+        self.results = {c.result: c.inside for c in self.loop.carries}
+        self.ends = dict(self.loop.stacks)
+
+    def _at(self, task: Task) -> tuple[Code, int]:
+        copy = self.copy
+        return copy.tasks[task.stage, task.phase], copy.staged.places[task.stage]
+
+    def there(self, task: Task) -> bool:
+        """Whether what a task reads is made, or on its way."""
+        code, place = self._at(task)
+        made = (v for v in code.reads if (v, place) in self.copy.places.readers)
+        return all((v, place, task.micro) in self.kept for v in made)
+
+    def run(self, task: Task) -> None:
+        copy, readers = self.copy, self.copy.places.readers
+        code, place, m = *self._at(task), task.micro
+        made = code.run([self._read(v, place, m) for v in code.reads]) if code.makes else []
+        for v, x in zip(code.makes, made):
+            if v in self.results:
+                self.sums[self.results[v]] = x
+            if v in self.ends:
+                self.stacked[self.ends[v]][m] = x
+            for p in (place, *copy.staged.sends.get(v, ())):
+                if (v, p) in readers:
+                    self.kept[v, p, m] = x if p == place else copy.moved(x, v, place, p)
+                    self.uses[v, p, m] = readers[v, p]
+
+    def _read(self, v: Any, place: int, m: int) -> Any:
+        if v in self.sums:
+            return self.sums[v]
+        if v in self.loop.consts:
+            atom = self.loop.consts[v]
+            return atom.val if _compat.is_literal(atom) else self.store[atom, place]
+        if v in self.loop.slices:
+            return self.slices[v, place][m]
+        key = v, place, m
+        self.uses[key] -= 1
+        return self.kept[key] if self.uses[key] else self.kept.pop(key)
+
+    def end(self) -> None:
+        """Sums and stacks are there for the update."""
+        copy, source = self.copy, self.copy.places.source
+        for c in self.loop.carries:
+            if not _compat.is_dropped(c.last):
+                copy.keep(c.last, self.sums[c.inside], source[c.last], self.store)
+        for v, parts in self.stacked.items():
+            place = source[v]
+            stack = copy.jitted(v, lambda *xs: jnp.stack(xs), copy.sharding(v, place))
+            whole = stack(*(parts[m] for m in range(self.loop.micro)))
+            copy.keep(v, whole, place, self.store)
 
 
 def _begun(carries: Sequence) -> list:
@@ -295,55 +420,3 @@ def _written_over(part: Part, state: Collection) -> set:
             room[v.aval.shape, v.aval.dtype] -= 1
             found.add(v)
     return found
-
-
-# -- orders ----------------------------------------------------------------------------------------
-
-
-def checked_order(staged: Staged, order: Sequence[Sequence[Task]]) -> tuple[tuple[Task, ...], ...]:
-    """The order without updates. Raises ScheduleError unless it has every task, each once on each
-    of the device groups that run it."""
-    found = tuple(tuple(t for t in mine if t.phase != UPDATE) for mine in order)
-    split = {t.stage for mine in found for t in mine if t.phase == "W"}
-    needed, known = set(), set()
-    for run in staged.runs:
-        for phase, inside in (("F", "F"), ("B", "B" if run in split else "BW"), ("W", "W")):
-            tasks = {Task(run, m, phase) for m in range(staged.loop.micro)}
-            if phase != "W" or run in split:
-                known |= tasks
-                if any(staged.tasks[run, p] for p in inside):
-                    needed |= tasks
-    given = {t for mine in found for t in mine}
-    twice = {t for mine in found for t, n in Counter(mine).items() if n > 1}
-    for what, wrong in (
-        ("lacks", needed - given),
-        ("has tasks that there are not:", given - known),
-        ("has tasks twice on a device group:", twice),
-    ):
-        if wrong:
-            some = ", ".join(map(str, sorted(wrong)[:4]))
-            raise ScheduleError(f"the order {what} {some}{' ...' if len(wrong) > 4 else ''}")
-    return found
-
-
-def in_turns(order: Sequence[Sequence[Task]], there: Callable[[Task], bool]) -> Iterator[Task]:
-    """All tasks, each when what it reads is there (made, or on its way) and it is the next of every
-    device group that runs it. Raises ScheduleError, naming those that wait, if none can go on."""
-    at = [0] * len(order)
-    groups = defaultdict(list)
-    for g, mine in enumerate(order):
-        for task in mine:
-            groups[task].append(g)
-    while heads := {mine[n] for n, mine in zip(at, order) if n < len(mine)}:
-        ready = [
-            task
-            for task in sorted(heads)
-            if all(order[g][at[g]] == task for g in groups[task]) and there(task)
-        ]
-        if not ready:
-            waiting = "; ".join(map(str, sorted(heads)))
-            raise ScheduleError(f"the order waits in a circle, and can not go on with {waiting}")
-        for task in ready:
-            yield task
-            for g in groups[task]:
-                at[g] += 1

@@ -1,7 +1,9 @@
 """Where the values of a staged step lie: who reads them, who makes them, in which layout.
 
-A value goes from one place to another in a layout that cuts it into the same parts on both sides,
-the coarser of the two: a copy that needs another cut would go through the host, and wait for it.
+A value goes from one place to another in a layout that cuts it into the same parts on both sides:
+a copy that needs another cut would go through the host, and wait for it. That is what both layouts
+share; between two meshes alike it is the maker's, where that cuts the value into more parts. The
+reader's program lays it out anew.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from typing import Any, Protocol
 
 from jaxscaler import _compat
@@ -49,6 +52,11 @@ def common_specs(rank: int, ours: tuple[Spec, Mapping], theirs: tuple[Spec, Mapp
         for side, (spec, _) in enumerate((ours, theirs)):
             pair[side] = (*pair[side], spec[dim][: counts[side].index(shared)])
     return tuple(pair)
+
+
+def parts_of(spec: Spec, sizes: Mapping[str, int]) -> int:
+    """Into how many parts a layout cuts a value."""
+    return prod(sizes[axis] for dim in spec for axis in dim)
 
 
 class Places:
@@ -120,12 +128,15 @@ class Places:
     def _lay_out(self, v: Any, others: Iterable[int]) -> None:
         source, rank = self.source[v], len(v.aval.shape)
         sizes = [site.mesh.shape for site in self.sites]
+        ours = self.sites[source].spec(v)
         for place in others:
-            self.sent[v, place], self._specs[v, place] = common_specs(
-                rank,
-                (self.sites[source].spec(v), sizes[source]),
-                (self.sites[place].spec(v), sizes[place]),
+            pair = common_specs(
+                rank, (ours, sizes[source]), (self.sites[place].spec(v), sizes[place])
             )
+            alike = [*sizes[source].items()] == [*sizes[place].items()]
+            if alike and parts_of(pair[0], sizes[source]) < parts_of(ours, sizes[source]):
+                pair = ours, ours
+            self.sent[v, place], self._specs[v, place] = pair
         ways = {self.sent[v, place] for place in others}
         if len(ways) == 1 and (v, source) not in self.readers and self._is_inside(v):
             self._specs[v, source] = ways.pop()  # made as it is sent

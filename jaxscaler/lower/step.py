@@ -332,7 +332,7 @@ def _refuse_given_up(args: tuple, paths: tuple[str, ...]) -> None:
         if held and leaf.is_deleted():
             raise PlanError(
                 f"{path} was given up to an earlier call of the step, which made the new state in "
-                "its place: go on with what that call returned, or pass donate=() to keep both"
+                "its place: go on with what that call returned, or pass donate=False to keep both"
             )
 
 

@@ -7,7 +7,7 @@ slowest stage is found by dynamic programming over blocks and devices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from math import inf
 from typing import NamedTuple
@@ -42,7 +42,7 @@ class Works:
 
     def __init__(self, space: Space):
         self.space = space
-        self.seen: dict[Hashable, list[Seen]] = {}
+        self.seen: dict[tuple[int, str, int], list[Seen]] = {}
         self.flops = np.array([space.flops(b, b + 1) for b in range(space.blocks)])
         self.flops += max(float(self.flops.sum()), 1.0) * 1e-6  # a stage is never free
         self.kinds = np.array(space.kinds)
@@ -90,7 +90,7 @@ class Works:
     def _table(
         self, shape: Shape, size: int, device: Device, measure: Callable[[Seen], float]
     ) -> np.ndarray:
-        known = self.seen.get(_key(shape), [])
+        known = self.seen.get(_key(shape)) or self._like(shape)
         known = [s for s in known if s.device == device] or known
         if near := {abs(s.size - size) for s in known}:
             known = [s for s in known if abs(s.size - size) == min(near)]
@@ -99,7 +99,7 @@ class Works:
         if scaled:
             work = sum(self.flops[s.first : s.last].sum() for s, _ in scaled)
             rate = sum(value for _, value in scaled) / work
-        sums = np.concatenate([[0.0], np.cumsum(self._blocks(scaled, rate))])
+        sums = np.concatenate([[0.0], np.cumsum(self.blocks(scaled, rate))])
         found = sums[None, :] - sums[:, None]
         found[np.tril_indices_from(found)] = inf
         for s, value in scaled:
@@ -107,7 +107,12 @@ class Works:
                 found[s.first, s.last] = value
         return np.maximum(found, 0.0)
 
-    def _blocks(self, scaled: Sequence[tuple[Seen, float]], rate: float) -> np.ndarray:
+    def _like(self, shape: Shape) -> list[Seen]:
+        """Of other micro-batches: where to cut depends on what blocks take beside each other."""
+        same = (some for (_, again, _), some in self.seen.items() if again == shape.again)
+        return next(same, [])
+
+    def blocks(self, scaled: Sequence[tuple[Seen, float]], rate: float) -> np.ndarray:
         """What each block takes: a fit by kind, held to a guess."""
         guess = self.flops * rate
         if not scaled:
@@ -135,9 +140,13 @@ def even_ends(works: Works, shape: Shape, memory: float) -> tuple[int, ...] | No
     best = np.full(last + 1, inf)
     best[first] = 0.0
     back = []
+    tables: dict[tuple, np.ndarray] = {}
     for s, (at, size) in enumerate(sites):
         flight = min(shape.micro, len(sites) - s) if shape.turns == 1 else 0
-        reach = _reach(best, _table(works, shape, at, size, flight, memory))
+        key = works.space.device_at(at), size, flight
+        if key not in tables:
+            tables[key] = _table(works, shape, at, size, flight, memory)
+        reach = _reach(best, tables[key])
         back.append(np.argmin(reach, axis=0))
         best = np.min(reach, axis=0)
     if not np.isfinite(best[stop]):  # nothing seems to fit: the price will tell
@@ -229,5 +238,5 @@ def _speed(device: Device) -> float:
     return max(rate for _, rate in device.peak_flops)
 
 
-def _key(shape: Shape) -> Hashable:
+def _key(shape: Shape) -> tuple[int, str, int]:
     return shape.micro, shape.again, shape.lanes

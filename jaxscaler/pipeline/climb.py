@@ -11,7 +11,8 @@ from math import inf
 from jaxscaler.errors import ScheduleError
 from jaxscaler.pipeline.balance import even_ends, uneven
 from jaxscaler.pipeline.found import Row, kind_of
-from jaxscaler.pipeline.space import AGAIN, CHAIN, CHEAP, CHUNKS, Candidate, Shape
+from jaxscaler.pipeline.guess import Guess
+from jaxscaler.pipeline.space import AGAIN, CHEAP, CHUNKS, TWICE, Candidate, Shape, of_chain
 from jaxscaler.pipeline.tries import Tries
 from jaxscaler.schedule.search import search
 from jaxscaler.schedule.simulate import simulate
@@ -23,6 +24,9 @@ CUTS = 3  # of one shape
 ROUNDS = 4  # of sub-meshes that are not equal
 GRADIENTS = 1.5  # state with its gradients, for a begin
 FINAL = 2  # pipelines whose order is searched
+SEARCHABLE = 4096  # tasks of these, at most
+UNEVEN = 1.1  # of the best: sub-meshes of other sizes are tried of pipelines within
+SURE, UNSURE = 1.02, 1.05  # times the best, or the memory: what is guessed to be above is left out
 
 
 class Climb(Tries):
@@ -30,22 +34,29 @@ class Climb(Tries):
 
     def climb(self) -> None:
         number = itertools.count()
-        seen: set[Shape] = set()
-        queue: list[tuple] = []  # (seconds of the neighbour that it comes from, number, shape)
+        scores: dict[Shape, float] = {}
+        nearest: dict[Shape, float] = {}  # least seconds of a neighbour that it comes from
+        # (seconds of the neighbour that it comes from, its promise, number, shape)
+        queue: list[tuple[float, tuple[bool, float], int, Shape]] = []
 
         def push(shape: Shape, seconds: float) -> None:
-            if shape not in seen:
-                seen.add(shape)
-                heapq.heappush(queue, (seconds, next(number), shape))
+            new = shape not in nearest or seconds < nearest[shape]
+            if new and shape not in scores:
+                nearest[shape] = seconds
+                heapq.heappush(queue, (seconds, self.promise(shape), next(number), shape))
 
-        scores: dict[Shape, float] = {}
         for shape in self.begin():
             push(shape, inf)
         while queue:
             least = min(scores.values(), default=inf)
-            seconds, _, shape = heapq.heappop(queue)
+            seconds, _, _, shape = heapq.heappop(queue)
             if seconds > least and least < inf:
                 break  # all neighbours of the best are priced
+            if shape in scores:
+                continue
+            if self.promise(shape)[1] == inf:
+                self.left.add(shape)
+                continue
             if self.late():
                 self.notes.append(f"out of time: {len(queue) + 1} kinds of pipelines were left")
                 return
@@ -55,9 +66,14 @@ class Climb(Tries):
                     push(other, scores[shape])
         self.unequal()
         self.search_orders()
+        if self.left:
+            self.notes.append(
+                f"{len(self.left)} kinds of pipelines were guessed to be slower, or not to fit"
+            )
 
     def begin(self) -> list[Shape]:
-        """Where the climb begins: each stage's state fits on a node, a node's devices share it."""
+        """Where the climb begins: each stage's state fits on a node, whose devices share a sample;
+        more micro-batches where these would leave stages idle."""
         inner = self.space.inner
         counts = [n for n in self.space.counts if self.sizes(n)]
         node = self.limit * min(inner, self.cluster.num_devices)
@@ -68,7 +84,8 @@ class Climb(Tries):
         enough = [n for n in counts if held / n <= node] or counts[-1:]
         count = enough[0]
         size = self.cluster.num_devices // count
-        aim = max(2 * count, self.space.samples // max(1, size // inner))
+        each = self.space.samples // max(1, size // inner)
+        aim = each if each >= count else 2 * count
         micro = min(self.space.micro, key=lambda m: (abs(m - aim), m), default=None)
         if micro is None:
             self.notes.append(f"the batch of {self.space.samples} has no parts that were asked for")
@@ -77,10 +94,12 @@ class Climb(Tries):
         for given in (r.given for r in self.rows if r.given is not None):
             if given.micro in self.space.micro and len(given.devices) in counts:
                 counted.insert(0, (given.micro, len(given.devices)))
+        names = [*reversed(self.space.again)]
+        names.sort(key=lambda name: name != CHEAP)  # the others are guessed from these
         return [
             self.made(micro, count, again)
             for micro, count in dict.fromkeys(counted)
-            for again in reversed(self.space.again)
+            for again in names
         ]
 
     def hopeless(self, shape: Shape) -> bool:
@@ -135,22 +154,65 @@ class Climb(Tries):
             yield self.made(micro, len(shape.sizes), shape.again, shape)
         if self.space.fixed is None:
             if "interleaved" in self.schedules and not shape.wide:
-                for turns in (shape.turns + 1, shape.turns - 1):
-                    if 1 <= turns <= CHUNKS and turns * len(shape.sizes) <= self.space.blocks:
-                        yield replace(shape, turns=turns)
+                yield from self.turned(shape)
             if "interlaced" in self.schedules and shape.turns == 1:
                 yield replace(shape, wide=not shape.wide)
 
+    def turned(self, shape: Shape) -> Iterator[Shape]:
+        """Other numbers of chunks: the best by a guess, else the next ones."""
+        if shape.turns > 1 and self.guess(shape) is not None:
+            return  # it was the best
+        most = self.space.blocks // len(shape.sizes)
+        near = [t for t in (shape.turns + 1, shape.turns - 1) if 1 <= t <= min(most, CHUNKS)]
+        if shape.turns == 1:
+            some = {*range(2, min(most, CHUNKS) + 1), *(most // n for n in range(1, CHUNKS + 1))}
+            found = {t: self.guess(replace(shape, turns=t)) for t in sorted(some - {0, 1})}
+            known = {t: g for t, g in found.items() if g is not None}
+            fits = {t: g for t, g in known.items() if g.bytes <= SURE * self.limit}
+            if known:
+                near = sorted(fits, key=lambda t: (fits[t].seconds, t))[:1]
+        for turns in near:
+            yield replace(shape, turns=turns)
+
+    def guess(self, shape: Shape) -> Guess | None:
+        """What the first schedule of a shape would take; None: nothing is known."""
+        names = self.names(shape)
+        if not names or not self.guesses.records or not self.guesses.known(shape):
+            return None
+        ends = even_ends(self.works, shape, self.memory)
+        return None if ends is None else self.guesses.of(Candidate(shape, ends, names[0]))
+
+    def promise(self, shape: Shape) -> tuple[bool, float]:
+        """(whether it is a mere guess, seconds that a shape would take, or the same in chunks); of
+        what can not be guessed a little more than the best; inf: it is not worth a price."""
+        most = self.space.blocks // len(shape.sizes)
+        chunks = "interleaved" in self.schedules and shape.turns == 1 and not shape.wide
+        some = [shape, *([replace(shape, turns=most)] if chunks and most > 1 else [])]
+        found = [self.guess(one) for one in some]
+        if any(guess is None for guess in found):
+            return True, UNSURE * self.best if self.best < inf else 0.0
+        good = ((not g.near, g.seconds) for g in found if g is not None and self.allows(g))
+        return min(good, default=(True, inf))
+
+    def allows(self, guess: Guess) -> bool:
+        """Whether what is guessed so is worth a price."""
+        room = SURE if guess.near else UNSURE
+        least = self.best * (1 + self.simplest)
+        return guess.seconds <= room * least and guess.bytes <= room * self.limit
+
+    def names(self, shape: Shape) -> list[str]:
+        """Schedules of a shape."""
+        if self.space.fixed is not None:
+            return list(self.schedules)
+        if shape.turns > 1:
+            return ["interleaved"]
+        if shape.wide:
+            return ["interlaced"]
+        return of_chain(shape, self.schedules)
+
     def shape(self, shape: Shape) -> float:
         """Seconds of the best pipeline of a shape that was found."""
-        if self.space.fixed is not None:
-            names = list(self.schedules)
-        elif shape.turns > 1:
-            names = ["interleaved"]
-        elif shape.wide:
-            names = ["interlaced"]
-        else:
-            names = [name for name in self.schedules if name in CHAIN]
+        names = self.names(shape)
         if not names:
             return inf
         found = inf
@@ -159,6 +221,9 @@ class Climb(Tries):
             new = () if self.space.fixed else even_ends(self.works, shape, self.memory)
             candidate = Candidate(shape, new, names[0]) if new is not None else None
             if candidate is None or candidate in self.known:
+                break
+            guess = self.guesses.of(candidate) if found < inf else None
+            if guess is not None and guess.seconds > BETTER * found:
                 break
             plan = self.price(candidate)
             seconds = inf if plan is None else plan.seconds
@@ -171,6 +236,9 @@ class Climb(Tries):
                 break
         if ends is not None and found <= NEAR * self.best:
             for name in names[1:]:
+                guess = self.guesses.of(Candidate(shape, ends, name))
+                if guess is not None and not self.allows(guess):
+                    continue
                 plan = self.price(Candidate(shape, ends, name))
                 found = min(found, inf if plan is None else plan.seconds)
         return found
@@ -180,9 +248,13 @@ class Climb(Tries):
         if self.space.fixed is not None:
             return
         for _ in range(ROUNDS):
-            chains = (c for c in self.ranked() if c.shape.turns == 1 and not c.shape.wide)
+            chains = (c for c in self.ranked() if c.shape.turns == 1 and not c.shape.wide
+                      and c.schedule != TWICE)  # fmt: skip
             old = next(chains, None)
             if old is None or self.late():
+                return
+            seconds = self.known[old].seconds
+            if seconds is None or seconds > UNEVEN * self.best:
                 return
             before, count = self.seconds, len(old.shape.sizes)
             for number in (count, count - 1, count + 1):
@@ -203,6 +275,10 @@ class Climb(Tries):
             if all((t.shape, t.ends) != (one.shape, one.ends) for t in tops):
                 tops.append(one)
         for candidate in tops[:FINAL]:
+            tasks = 2 * candidate.shape.micro * candidate.shape.stages
+            if tasks > SEARCHABLE:
+                self.notes.append(f"{candidate}: no order of its {tasks} tasks was searched")
+                continue
             if self.late():
                 self.notes.append("out of time: orders were not searched")
                 return

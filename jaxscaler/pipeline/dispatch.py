@@ -8,6 +8,7 @@ above a limit.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from jaxscaler.cluster.host import ASSUMED, Host
 from jaxscaler.cluster.mixed import Mixed
 from jaxscaler.errors import InfeasibleError
 from jaxscaler.pipeline.plan import PipelinePlan
+from jaxscaler.rewrite.parts import variables
 from jaxscaler.rewrite.stages import Staged
 from jaxscaler.schedule.simulate import simulate
 from jaxscaler.schedule.tasks import Order
@@ -27,9 +29,12 @@ TASK = 5e-5  # seconds of the executor's own work for a task, as its profile has
 def host_seconds(staged: Staged, order: Order, devices: Sequence[int], host: Host) -> float:
     """Seconds of the host's thread for all calls and copies of a step.
 
-    devices: per place. What is laid out anew before it is sent is not counted.
+    devices: per place. What is laid out anew before it is sent is not counted. Where stages have
+    copies, sums go from each to the other and are added, and state is taken apart and put together.
     """
-    split = {task.stage for mine in order for task in mine if task.phase == "W"}
+    count = len(staged.places)
+    copies = 1 + max(task.stage for mine in order for task in mine) // count
+    split = {task.stage % count for mine in order for task in mine if task.phase == "W"}
     sums = {c.result for c in staged.loop.carries}
 
     def sent(values: Sequence) -> float:
@@ -48,11 +53,24 @@ def host_seconds(staged: Staged, order: Order, devices: Sequence[int], host: Hos
         for place, part in level.items():
             once += TASK + host.calls(devices[place], len(part.reads) + len(part.makes))
             once += sent(part.makes)
-    return (
-        each * staged.loop.micro
-        + once
-        + sent([*staged.homes, *(c.last for c in staged.loop.carries)])
-    )
+    carries = [c.last for c in staged.loop.carries]
+    once += sent([*staged.homes, *carries])
+    if copies > 1:
+        once += sum(host.calls(devices[p], 0) for p in staged.homes.values())
+        for place, n in _sums(staged).items():
+            once += n * host.moves(devices[place]) + TASK + host.calls(devices[place], 3 * n)
+    return each * staged.loop.micro + copies * once
+
+
+def _sums(staged: Staged) -> Counter[int]:
+    """Place -> how many sums over micro-batches it has."""
+    made = {
+        v: staged.places[where[0]]
+        for eqn, where in zip(staged.loop.body.eqns, staged.body)
+        if where is not None
+        for v in eqn.outvars
+    }
+    return Counter(made[v] for v in variables(c.result for c in staged.loop.carries) if v in made)
 
 
 def with_dispatch(

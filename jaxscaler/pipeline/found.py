@@ -33,12 +33,14 @@ class Row:
 @dataclass(frozen=True)
 class Found:
     """best: a `planner.Planned` without stages, or a `PipelinePlan`. tried: rows, in the order in
-    which they were priced. spmd: the plan without stages, if there is one. notes: what was left."""
+    which they were priced. spmd: the plan without stages, if there is one. notes: what was left.
+    tracing: CPU seconds of the search in which the step was traced with its cuts."""
 
     best: planner.Planned | PipelinePlan
     tried: tuple[Row, ...]
     spmd: planner.Planned | None
     notes: tuple[str, ...] = ()
+    tracing: float = 0.0
 
     @property
     def plan(self) -> Any:

@@ -7,8 +7,9 @@ keeps a `Memo` for all that it prices, so that another order or another neighbou
 from __future__ import annotations
 
 import re
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
@@ -27,6 +28,7 @@ from jaxscaler.trace import Traced
 
 KEPT = 64  # plans of stages, which hold their search spaces
 CUTS = 8  # steps that are cut, which hold their equations
+NEARLY = 1.01  # times the seconds of another plan: next to no more
 _ROWS = re.compile(r"\[\d+:\d+\]")  # which iterations of a scan a piece of its state is of
 
 T = TypeVar("T")
@@ -75,13 +77,16 @@ class Memo:
     derived of both. What failed fails again with the same error.
 
     one_mesh: a stage on devices like those of another one, with as many micro-batches and the same
-    changes, is planned on that one's mesh, if it has a plan there; a search is that much faster.
+    changes, is planned on that one's mesh, if it has a plan there; and a plan of a stage that fits
+    into less room and costs next to no more is taken for more. A search is that much faster.
     """
 
     def __init__(self, traced: Traced, constraints: Sequence[Any] = (), one_mesh: bool = False):
         self.traced = traced
         self.one_mesh = one_mesh
         self.meshes: dict[Hashable, Axes] = {}
+        self.rooms: dict[Hashable, dict[Room, float]] = {}  # of a stage: its plans' seconds
+        self.tracing = 0.0  # CPU seconds of tracing the step with its cuts
         self.cuts: OrderedDict = OrderedDict()
         self.plans: OrderedDict = OrderedDict()
         self.pipelines: OrderedDict = OrderedDict()
@@ -90,7 +95,11 @@ class Memo:
 
     def cut(self, changes: tuple[Change, ...]) -> Cut:
         """The step with these changes, `Stages` and `Accumulate` among them."""
-        return _once(self.cuts, CUTS, changes, lambda: _cut(self.traced, changes))
+        begin = time.process_time()
+        try:
+            return _once(self.cuts, CUTS, changes, lambda: _cut(self.traced, changes))
+        finally:
+            self.tracing += time.process_time() - begin
 
     def plan(
         self,
@@ -103,7 +112,7 @@ class Memo:
         """What `search` (on a mesh, or all) finds for a stage; of an equal one it is known. See
         `named`."""
         at = (cluster.device, tuple((level.size, level.link) for level in cluster.levels))
-        key = (_key(changes, step, self.alike), at, room)
+        what = (_key(changes, step, self.alike), at)
         rest = (at, tuple(c for c in changes if not isinstance(c, Stages | Recompute)))
 
         def make() -> planner.Planned:
@@ -116,7 +125,12 @@ class Memo:
             self.meshes[rest] = found.plan.axes
             return found
 
-        found = _once(self.plans, KEPT, key, make)
+        known = self.rooms.setdefault(what, {})
+        frugal = _frugal(known, room) if self.one_mesh else None
+        if frugal is not None and (what, frugal) in self.plans:
+            room = frugal
+        found = _once(self.plans, KEPT, (what, room), make)
+        known[room] = found.plan.predicted.seconds
         if found.traced is step.traced:
             return found
         return replace(
@@ -127,6 +141,17 @@ class Memo:
         """The tasks of planned stages. sessions: of their plans, which tell them apart."""
         key = (what, *map(id, sessions))
         return _once(self.pipelines, CUTS, key, lambda: (sessions, make()))[1]
+
+
+def _frugal(known: Mapping[Room, float], room: Room) -> Room | None:
+    """Less room, for which a plan costs next to no more than for this or more."""
+
+    def within(a: Room, b: Room) -> bool:
+        return a.memory <= b.memory and a.under_way >= b.under_way
+
+    least = min((s for r, s in known.items() if within(room, r)), default=0.0)
+    some = (r for r, s in known.items() if within(r, room) and s <= NEARLY * least)
+    return next(some, None)
 
 
 def named(planned: planner.Planned) -> planner.Planned:
@@ -184,7 +209,7 @@ def _key(changes: tuple[Change, ...], step: StageStep, alike: bool) -> Hashable:
     (cut,) = (c for c in changes if isinstance(c, Stages))
     ends = (*cut.points[1:], None)
     runs = tuple(
-        (_end(a, alike), None if b is None else _end(b, alike))
+        (_begin(a, alike), b and _end(a, b, alike))
         for a, b in zip(cut.points, ends)
         if a[2] == step.place
     )
@@ -195,10 +220,16 @@ def _key(changes: tuple[Change, ...], step: StageStep, alike: bool) -> Hashable:
     return rest, runs, names, types, hash(tuple(_shapes(traced.jaxpr.jaxpr)))
 
 
-def _end(point: tuple[int, int, int], alike: bool) -> tuple[int, int]:
-    """Where a run begins or ends; inside of a scan, how far is in the shapes."""
+def _begin(point: tuple[int, int, int], alike: bool) -> tuple[int, int]:
+    """Where a run begins; how far inside of a scan is in the shapes."""
     equation, trip, _ = point
-    return equation, min(trip, 1) if alike else trip
+    return equation, 0 if alike else trip
+
+
+def _end(first: tuple[int, int, int], end: tuple[int, int, int], alike: bool) -> tuple[int, int]:
+    """Where it ends; with the scan in which it begins is as good as in it."""
+    within = alike and end[:2] == (first[0] + 1, 0)
+    return _begin(first if within else end, alike)
 
 
 def _shapes(jaxpr: Any) -> Iterator[Hashable]:

@@ -51,6 +51,17 @@ class PipelinePlan:
         return self.pipeline.micro
 
     @property
+    def copies(self) -> int:
+        """Of every stage: 2 where the pipeline runs in both directions, else 1."""
+        return len(self.pipeline.stages) // len(self.places)
+
+    @property
+    def sites(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """[copy][place]: (first device, how many); those of second copies are in reverse."""
+        down = tuple(zip(self.first, self.devices))
+        return (down, down[::-1])[: self.copies]
+
+    @property
     def places(self) -> tuple[int, ...]:
         """[stage]: the place where it runs; a place that is visited again has several stages."""
         return places_of(next(c for c in self.changes if isinstance(c, Stages)))

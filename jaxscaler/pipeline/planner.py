@@ -27,6 +27,7 @@ from jaxscaler.errors import (
 from jaxscaler.exchange import exchanged
 from jaxscaler.graph.build import build
 from jaxscaler.loops.planner import batch_of
+from jaxscaler.pipeline.chimera import check_copies, excess, has_copies, in_both_directions
 from jaxscaler.pipeline.dispatch import LIMIT, with_dispatch
 from jaxscaler.pipeline.memo import Axes, Memo, Room, alike, less_room, named
 from jaxscaler.pipeline.plan import Parts, PipelinePlan
@@ -36,12 +37,14 @@ from jaxscaler.program import ALL, Statement
 from jaxscaler.rewrite.changes import Accumulate, Change, Stages
 from jaxscaler.rewrite.cuts import cut_by_lines, even_cut, is_stage_line, units_of
 from jaxscaler.rewrite.stage_step import StageStep, stage_step
-from jaxscaler.rewrite.stages import staged
+from jaxscaler.rewrite.stages import Staged, staged
 from jaxscaler.schedule.check import check
 from jaxscaler.schedule.families import family
 from jaxscaler.schedule.tasks import NO_MICRO, UPDATE, Order, Pipeline, StageWork, Task, task_graph
 from jaxscaler.space.annotations import Author
 from jaxscaler.trace import Traced
+
+ALIKE = 1.5  # times as many micro-batches under way as another group: about as many
 
 
 def plan_pipeline(
@@ -61,18 +64,22 @@ def plan_pipeline(
     progress: planner.Progress | None = None,
     memo: Memo | None = None,
     dispatch_limit: float | None = LIMIT,
+    dispatch: bool = True,
 ) -> PipelinePlan:
     """Plan a step, whose loss `jaxscaler.value_and_grad` marks, as a pipeline on a cluster.
 
     `stages`: how many, of about equal work, or the cut; None: as lines `op_assign(..., Stage(k))`
     among the `constraints` say. `micro`: micro-batches of a step. `order`: the name of a family
-    (`schedule.families.FAMILIES`), a function from the pipeline, or the tasks per device group;
+    (`schedule.families.FAMILIES`), a function from the pipeline, or the tasks per device group
+    ("chimera", or tasks of stages behind the last: every stage has a copy, `pipeline.chimera`);
     lines `op_order(task, task)` change it. `submeshes`: devices per stage, clusters, or ALL for a
     stage on the devices of all others; by default equal parts of `cluster`. Other constraints hold
     in each stage. `changes`: other ones of the loss (recomputation). `lanes`: gradients are kept
     that many times and added once a step (as `Accumulate` has it); 1: a stage that splits the batch
     reduces them in every micro-batch. `memo`: of this step and these constraints, for many calls;
-    stages then may have plans with the names of equal ones (`memo.named`).
+    stages then may have plans with the names of equal ones (`memo.named`). `dispatch`: whether one
+    thread dispatches all tasks, as the stage executor's does; without, none waits for its host, as
+    where every rank has a process of its own.
 
     Raises RewriteError where the loss does not divide into micro-batches or stages, naming the
     operation; ScheduleError for an order that can not run, naming tasks; ClusterError for parts
@@ -88,7 +95,10 @@ def plan_pipeline(
     cut, batch = _cut(traced, stages, assigned, loss)
     places = 1 + max(place for _, _, place in cut.points)
     sites = _sites(cluster, submeshes, places)
-    clusters = [site.cluster for site in sites]
+    clusters, groups = [site.cluster for site in sites], [site.groups for site in sites]
+    twice = has_copies(order, cut)
+    if twice:
+        check_copies(cut, clusters, groups)
     given = (*changes, cut, Accumulate(loss, micro, batch, lanes))
     say("stages", f"cut into {places}")
     alone = memo is None
@@ -100,28 +110,37 @@ def plan_pipeline(
         )
     plan = functools.partial(_planned, memo, given, steps, clusters, rest, time_limit, say, alone)
     split = order in ("zero-bubble", "zero-bubble-2") or _has_weights(order)
-    rooms = [Room(memory)] * places
-    links, groups = _links(cluster, sites), [site.groups for site in sites]
+    links = _links(cluster, sites)
+    price = in_both_directions if twice else pipeline_of
+    rooms = [Room(memory, _under_way_anyhow(order, step, groups, split))] * places
     narrow = {site.groups[0]: p for p, site in enumerate(sites) if len(site.groups) == 1}
     limits = [clusters[p].device.hbm_bytes * memory for _, p in sorted(narrow.items())]
-    planned = plan(rooms, range(places), {})
+    try:
+        planned = plan(rooms, range(places), {})
+    except InfeasibleError:
+        if rooms[0].under_way == 1:
+            raise
+        rooms = [Room(memory)] * places  # not all of them hold the most
+        planned = plan(rooms, range(places), {})
     for attempt in range(4):
-        made = functools.partial(pipeline_of, step, steps, planned, groups, links, (), split)
+        made = functools.partial(price, step, steps, planned, groups, links, (), split)
         sessions = tuple(p.plan.session for p in planned)
-        pipeline = memo.pipeline((given, split, *((s.first, s.cluster.name) for s in sites)),
+        pipeline = memo.pipeline((given, split, twice, *((s.first, s.cluster.name) for s in sites)),
                                  sessions, made)  # fmt: skip
         tasks = _obeying(_order(order, pipeline), pairs, pipeline)
         peaks = check(pipeline, tasks).peak
         over = [g for g, limit in enumerate(limits) if peaks[g].bytes > limit]
         if not over:
             break
-        again = [narrow[g] for g in over]
-        ways = rounded([under_way(pipeline, g, tasks[g]) for g in over])
-        for g, p, way in zip(over, again, ways):
-            if attempt == 0 and way > 1:  # what it keeps counts as often as it is kept
+        less = excess([peak.bytes for peak in peaks], limits, twice)
+        again = [narrow[g] for g in less]
+        ways = rounded([under_way(pipeline, g, tasks[g]) for g in less])
+        for g, p, way in zip(less, again, ways):
+            # what it keeps counts as often as it is kept
+            if attempt == 0 and way > rooms[p].under_way:
                 rooms[p] = Room(memory, way)
             else:
-                rooms[p] = less_room(rooms[p], planned[p], peaks[g].bytes - limits[g])
+                rooms[p] = less_room(rooms[p], planned[p], less[g])
         rooms = alike(rooms, again)
         if attempt == 3 or min(room.memory for room in rooms) <= 0:
             error = InfeasibleError(_too_much(over, peaks, limits))
@@ -141,7 +160,7 @@ def plan_pipeline(
         notes=tuple(dict.fromkeys(note for p in planned for note in p.plan.notes)),
         parts=Parts(whole, step, steps, planned),
     )
-    return with_dispatch(found, cluster, dispatch_limit)
+    return with_dispatch(found, cluster, dispatch_limit) if dispatch else found
 
 
 def with_step(plan: PipelinePlan, traced: Traced) -> PipelinePlan:
@@ -307,6 +326,22 @@ def _planned(
     for text in set.intersection(*unmatched) if unmatched else ():  # of a line for some stage
         warnings.warn(text, stacklevel=3)
     return tuple(known[p] for p in range(len(steps)))
+
+
+def _under_way_anyhow(
+    order: Any, step: Staged, groups: Sequence[tuple[int, ...]], split: bool
+) -> float:
+    """Micro-batches under way at most, where a family has all groups hold about as many, whatever
+    stages take; else 1."""
+    if not isinstance(order, str):
+        return 1.0
+    works = (StageWork(groups[p], 1.0, 2.0, 1.0 if split else None) for p in step.places)
+    pipeline = Pipeline(tuple(works), step.loop.micro)
+    try:
+        ways = [under_way(pipeline, g, mine) for g, mine in enumerate(family(order, pipeline))]
+    except ScheduleError:  # it does not apply to stages like these
+        return 1.0
+    return max(ways) if max(ways) < ALIKE * min(ways) else 1.0
 
 
 def _order(order: Any, pipeline: Pipeline) -> Order:

@@ -10,12 +10,16 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import ceil, log2, prod
+from math import ceil, log2
 from typing import Any
 
+import numpy as np
+
 from jaxscaler.cluster.links import Link
+from jaxscaler.cluster.mesh import Mesh
+from jaxscaler.cost.reshard import reshard_time
 from jaxscaler.lower.layouts import Spec
-from jaxscaler.lower.sites import Places, Planned
+from jaxscaler.lower.sites import Places, Planned, parts_of
 from jaxscaler.rewrite.parts import Part, nbytes
 from jaxscaler.rewrite.stage_step import StageStep
 from jaxscaler.rewrite.stages import Staged
@@ -28,6 +32,7 @@ from jaxscaler.schedule.tasks import (
     StageWork,
     Task,
 )
+from jaxscaler.space.strategies import UNUSED
 
 OUTSIDE = (-1, "U")  # of the loop: preparation and update
 
@@ -98,14 +103,17 @@ def pipeline_of(
     places = Places(staged, sites, parts)
     works, seen = [], set()
     kept = _kept(staged, parts, places)
+    seconds = [task_seconds(staged, step, plan) for step, plan in zip(steps, planned)]
+    static = [_static(staged, place, places) for place in range(len(steps))]
     for run in staged.runs:
-        place = staged.places[run]
-        work = _work(run, staged, parts, places, steps[place], planned[place], groups[place], kept)
-        if place in seen:
+        p = staged.places[run]
+        work = _work(run, staged, parts, planned[p], groups[p], kept, seconds[p], static[p])
+        if p in seen:
             work = replace(work, update=None, static=0.0)
-        seen.add(place)
+        seen.add(p)
         works.append(work)
-    edges = _edges(staged, parts, places, links)
+    meshes = [plan.plan.session.best.priced.mesh for plan in planned]
+    edges = _edges(staged, parts, places, links, meshes)
     barrier = 0.0 if len(staged.update) > 2 else None
     return Pipeline(tuple(works), staged.loop.micro, edges, tuple(limits), barrier)
 
@@ -117,7 +125,10 @@ def work_of(
     site = Planned(step, planned, _Axes(planned.plan.axes))
     parts = _parts(staged, split)
     places = Places(staged, [_Like(site)] * (1 + max(staged.places)), parts)
-    return _work(run, staged, parts, places, step, planned, (0,), _kept(staged, parts, places))
+    return _work(
+        run, staged, parts, planned, (0,), _kept(staged, parts, places),
+        task_seconds(staged, step, planned), _static(staged, staged.places[run], places),
+    )  # fmt: skip
 
 
 def _parts(staged: Staged, split: bool) -> dict[tuple[int, str], Part]:
@@ -129,18 +140,17 @@ def _work(
     run: int,
     staged: Staged,
     parts: Mapping[tuple[int, str], Part],
-    places: Places,
-    step: StageStep,
     planned: Any,
     groups: tuple[int, ...],
     kept: Mapping[tuple[int, str], float],
+    seconds: Mapping[tuple[int, str], float],
+    static: float,
 ) -> StageWork:
+    """seconds: of the tasks of the run's place. static: bytes of the place."""
     place, split = staged.places[run], (run, "W") in parts
-    seconds = task_seconds(staged, step, planned)
     back, weight = seconds.get((run, "B"), 0.0), seconds.get((run, "W"), 0.0)
     differentiated = any(parts[run, p].eqns for p in ("BW" if split else "B"))
     kept_weight = kept.get((run, "W"), 0.0)
-    static = _static(staged, place, places)
     # the place's step holds what all of its runs keep of one micro-batch
     most = {r: max(kept[r, "B"], kept.get((r, "W"), 0.0)) for r in staged.runs}
     own = sum(n for r, n in most.items() if staged.places[r] == place)
@@ -198,8 +208,7 @@ class _Axes:
 def _local(v: Any, place: int, places: Places) -> float:
     """Bytes of a value on a device of a place."""
     sizes = places.sites[place].mesh.shape
-    spec: Spec = places.spec(v, place)
-    return nbytes(v) / prod(sizes[axis] for dim in spec for axis in dim)
+    return nbytes(v) / parts_of(places.spec(v, place), sizes)
 
 
 def _kept(
@@ -229,8 +238,34 @@ def _static(staged: Staged, place: int, places: Places) -> float:
     return sum(_local(v, place, places) for v in held)
 
 
+def _anew(v: Any, place: int, places: Places, mesh: Mesh) -> float:
+    """Seconds from how a value comes to a place to how that has it."""
+    ways = []
+    for spec in (places.spec(v, place), places.sites[place].spec(v)):
+        at = {axis: dim for dim, axes in enumerate(spec) for axis in axes}
+        ways.append(np.array([[at.get(name, UNUSED) for name in mesh.names]]))
+    return float(reshard_time(mesh, v.aval.shape, nbytes(v), *ways)[0, 0])
+
+
 def _is_var(atom: Any) -> bool:
     return not hasattr(atom, "val")
+
+
+def sums_of(staged: Staged, steps: Sequence[StageStep], planned: Sequence[Any]) -> list[float]:
+    """[place]: bytes on a device of its sums over micro-batches."""
+    sites = [Planned(step, plan, _Axes(plan.plan.axes)) for step, plan in zip(steps, planned)]
+    places = Places(staged, sites, {})
+    found = [0.0] * len(sites)
+    for c in staged.loop.carries:
+        place = places.source[c.last]
+        found[place] += _local(c.last, place, places) if c.last.aval.shape else 0.0
+    return found
+
+
+def transfer_seconds(link: Link, size: float) -> float:
+    """Of so many bytes over a link."""
+    rate = link.bandwidth * float(link.efficiency(max(size, 1.0)))
+    return link.launch + link.latency + size / rate
 
 
 def _edges(
@@ -238,7 +273,9 @@ def _edges(
     parts: Mapping[tuple[int, str], Part],
     places: Places,
     links: Mapping[tuple[int, int], Link],
+    meshes: Sequence[Mesh],
 ) -> tuple[Edge, ...]:
+    """What runs hand over: the time on the link, and of laying it out anew at the reader."""
     where = {v: w for e, w in zip(staged.loop.body.eqns, staged.body) if w for v in e.outvars}
     moved: dict[tuple[int, int], set] = defaultdict(set)
     for (run, phase), part in parts.items():
@@ -252,8 +289,7 @@ def _edges(
         held = sum(_local(v, b, places) for v in values)
         seconds = 0.0
         if a != b:
-            link = links[a, b]
-            seconds = link.launch + link.latency
-            seconds += held / (link.bandwidth * float(link.efficiency(max(held, 1.0))))
+            seconds = transfer_seconds(links[a, b], held)
+            seconds += sum(_anew(v, b, places, meshes[b]) for v in values)
         edges.append(Edge(source, target, seconds, held))
     return tuple(edges)

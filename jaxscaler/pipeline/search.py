@@ -23,9 +23,10 @@ from jaxscaler.pipeline.balance import Works
 from jaxscaler.pipeline.climb import Climb
 from jaxscaler.pipeline.dispatch import LIMIT
 from jaxscaler.pipeline.found import Found
+from jaxscaler.pipeline.guess import Guesses
 from jaxscaler.pipeline.plan import PipelinePlan
 from jaxscaler.pipeline.planner import is_task_order
-from jaxscaler.pipeline.space import KEPT, PLANNED, SCHEDULES, VISITS, space_of
+from jaxscaler.pipeline.space import KEPT, PLANNED, SCHEDULES, TWICE, VISITS, space_of
 from jaxscaler.rewrite.changes import Change, Recompute, Stages
 from jaxscaler.rewrite.cuts import is_stage_line
 from jaxscaler.trace import Traced
@@ -48,6 +49,7 @@ def search_pipelines(
     exhaustive: bool = False,
     spmd: bool | planner.Planned = True,
     dispatch_limit: float | None = LIMIT,
+    dispatch: bool = True,
     loss: int = 0,
     progress: planner.Progress | None = None,
 ) -> Found:
@@ -55,17 +57,18 @@ def search_pipelines(
 
     `constraints`: as `plan_pipeline` has them; lines with Stage(k) fix the cut. `micro`, `stages`:
     numbers to be looked at (default: all that divide), or a cut. `schedules`: of
-    `space.SCHEDULES`, which are the default (with a cut that is said, nf1b too); orders are also
-    searched. `changes`: kinds of recomputation to be looked at (default: none, all but products,
-    every layer, what the plan without stages makes again). `lanes`: as `plan_pipeline` (default:
-    1, and as many as a stage may split the batch by).
+    `space.SCHEDULES`, which are the default (with a cut that is said, nf1b too), and chimera;
+    orders are also searched. `changes`: kinds of recomputation to be looked at (default: none, all
+    but products, every layer, what the plan without stages makes again). `lanes`: as
+    `plan_pipeline` (default: 1, and as many as a stage may split the batch by).
     `simplest`: of the plans within this share of the best, the simplest: without stages before
     pipelines, then fewer stages, fewer micro-batches, no recomputation, the plainer schedule.
     `known`: plans of this step and cluster that compete as they are; the search begins from their
     shapes too. `exhaustive`: price the whole space of cuts (before any operation), sub-meshes,
     micro-batches, changes, lanes and schedules: for small steps. `spmd`: whether plans without
-    stages compete, or such a plan. `time_limit`: seconds after which nothing else is begun; notes
-    say what was left. Pipelines have half of it at least.
+    stages compete, or such a plan. `time_limit`: seconds beyond tracing after which nothing else is
+    begun; notes say what was left. Pipelines have half of it at least. `dispatch`: as
+    `plan_pipeline` has it.
 
     Raises InfeasibleError, naming the least memory per kind, where nothing fits; PlanError without
     a marked loss; ConstraintError for lines that leave nothing.
@@ -98,6 +101,8 @@ def search_pipelines(
         say,
         lanes,
         exhaustive,
+        dispatch,
+        simplest,
     )
     run.take(known)
     run.without_stages(spmd)
@@ -107,15 +112,17 @@ def search_pipelines(
         if again and again not in space.again.values():
             run.space = space = replace(space, again={**space.again, PLANNED: again})
             run.works = Works(space)
+            run.guesses = Guesses(run.works)
     (run.exhaust if exhaustive else run.climb)()
     return run.answer(simplest)
 
 
 def _names(schedules: Sequence[str] | None, said: bool) -> tuple[str, ...]:
     """Those to be looked at. said: the cut is, and may visit a place several times."""
-    every = (*SCHEDULES, VISITS) if said else SCHEDULES
+    usual = (*SCHEDULES, VISITS) if said else SCHEDULES
     if schedules is None:
-        return every
+        return usual
+    every = (*usual, TWICE)
     if unknown := [name for name in schedules if name not in every]:
         raise ScheduleError(f"schedules: {unknown[0]!r} is none of {', '.join(every)}")
     return tuple(name for name in every if name in schedules)

@@ -27,11 +27,12 @@ from jaxscaler.trace import Traced
 CHAIN = ("1f1b", "gpipe", "zero-bubble", "zero-bubble-2")
 SCHEDULES = (*CHAIN, "interleaved", "interlaced")  # that a search looks at, unless told
 VISITS = "nf1b"  # of a cut that is said, and comes to places again
+TWICE = "chimera"  # where it is told: it takes twice the state
 KEPT, CHEAP, AGAIN = "kept", "all but products again", "layers again"
 PLANNED = "again what the plan without stages makes again"
 SMALL = 1e-3  # of work or parameters: operations with less are no reason for a cut between them
 FEW = 16  # places to cut, all of which are looked at
-CHUNKS = 4  # of the model on one device group, at most
+CHUNKS = 4  # of the model on one device group, at most, where nothing says how many pay
 MOST_MICRO = 512
 
 Point = tuple[int, int]
@@ -278,12 +279,18 @@ def every_candidate(space: Space, schedules: Sequence[str]) -> Iterator[Candidat
             lanes = {n for z in sizes for n in space.lanes(micro, z)} if most > 1 else {1}
             for ways in sorted(lanes):
                 shape = Shape(micro, sizes, again, ways)
-                yield from _of_shape(space, shape, [s for s in schedules if s in CHAIN])
+                yield from _of_shape(space, shape, of_chain(shape, schedules))
                 if "interleaved" in schedules:
                     for turns in range(2, min(CHUNKS, space.blocks // count) + 1):
                         yield from _of_shape(space, replace(shape, turns=turns), ["interleaved"])
                 if "interlaced" in schedules:
                     yield from _of_shape(space, replace(shape, wide=True), ["interlaced"])
+
+
+def of_chain(shape: Shape, schedules: Sequence[str]) -> list[str]:
+    """Those of the schedules that a chain of stages may have."""
+    paired = len(shape.sizes) % 2 == 0 and shape.sizes == shape.sizes[::-1]
+    return [name for name in schedules if name in CHAIN or (name == TWICE and paired)]
 
 
 def _of_shape(space: Space, shape: Shape, schedules: Sequence[str]) -> Iterator[Candidate]:

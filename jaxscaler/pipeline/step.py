@@ -14,7 +14,6 @@ from jaxscaler import _compat
 from jaxscaler.cluster.mesh import device_grid
 from jaxscaler.errors import ClusterError, PlanError
 from jaxscaler.lower.executor import Executor
-from jaxscaler.lower.interpret import named_sharding
 from jaxscaler.lower.sites import Planned
 from jaxscaler.lower.step import MismatchError, argument_types
 from jaxscaler.pipeline.beside import home_of, jit_in_places
@@ -60,7 +59,8 @@ class PipelineStep:
     """A step under a `PipelinePlan`, on the devices at hand: called as the user's step is.
 
     Each leaf of the state lies on the devices of its stage; state that is stacked over the layers
-    of a scan comes as `Rows`. State that is given is written over (`donate=False`: it is kept).
+    of a scan comes as `Rows`. Where stages have copies (Chimera), a leaf is one array that lies on
+    the devices of both. State that is given is written over (`donate=False`: it is kept).
     Raises ClusterError if there are too few devices, PlanError in one of several processes, and
     MismatchError for arguments of other types than the planned ones.
     """
@@ -84,15 +84,15 @@ class PipelineStep:
             raise ClusterError(
                 f"the pipeline is for {needed} devices, and {len(devices)} are present"
             )
-        self.meshes = [
-            _mesh(each.mesh_axes, devices[first : first + count])
-            for first, count, each in zip(plan.first, plan.devices, plan.plans)
-        ]
         sites = [
-            Planned(step, planned, mesh)
-            for step, planned, mesh in zip(plan.parts.steps, plan.parts.planned, self.meshes)
+            Planned(step, planned, _mesh(each.mesh_axes, devices[first : first + count]))
+            for copy in plan.sites
+            for (first, count), each, step, planned in zip(
+                copy, plan.plans, plan.parts.steps, plan.parts.planned
+            )
         ]
         self.executor = Executor(self.staged, sites, plan.order, donate)
+        self.meshes = self.executor.meshes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         traced = self.whole
@@ -214,8 +214,7 @@ class PipelineStep:
         return self.staged.homes.get(v, 0)
 
     def _sharding(self, v: Any) -> jax.sharding.NamedSharding:
-        place = self._home(v)
-        return named_sharding(self.meshes[place], self.executor.places.spec(v, place))
+        return self.executor.sharding(v, self._home(v))
 
     def _part(self, x: Any, leaf: Leaf) -> Any:
         aval = self.whole.in_avals[leaf.position]

@@ -14,14 +14,17 @@ from jaxscaler.cluster.mixed import Mixed
 from jaxscaler.errors import ConstraintError, InfeasibleError, JaxscalerError
 from jaxscaler.pipeline.balance import Works
 from jaxscaler.pipeline.found import Found, Row, kind_of, plainness
+from jaxscaler.pipeline.guess import Guesses
 from jaxscaler.pipeline.memo import Memo, named
 from jaxscaler.pipeline.plan import PipelinePlan
 from jaxscaler.pipeline.planner import plan_pipeline
-from jaxscaler.pipeline.space import Candidate, Shape, Space, every_candidate
+from jaxscaler.pipeline.space import TWICE, Candidate, Shape, Space, every_candidate
+from jaxscaler.program import ALL, ANY, Split, if_possible, op_trans, ops, values
+from jaxscaler.recipes import COMPUTE
 from jaxscaler.schedule.tasks import Order
 from jaxscaler.trace import Traced
 
-STAGE_SECONDS = 10.0  # of planning one stage, at most
+STAGE_SECONDS = 2.0  # of planning one stage, at most
 SEARCHES = 8  # that planning without stages may take: with recomputation and loops over parts
 
 
@@ -41,11 +44,14 @@ class Tries:
     say: planner.Progress
     lanes: Sequence[int] | None = None
     exhaustive: bool = False
+    dispatch: bool = True
+    simplest: float = 0.0
     spmd: planner.Planned | None = None
     rows: list[Row] = field(default_factory=list)
     known: dict[Candidate, Row] = field(default_factory=dict)
     orders: dict[Candidate, Order] = field(default_factory=dict)
     misfits: set[Shape] = field(default_factory=set)
+    left: set[Shape] = field(default_factory=set)  # as guesses are against them
     notes: list[str] = field(default_factory=list)
     errors: list[JaxscalerError] = field(default_factory=list)
 
@@ -53,11 +59,12 @@ class Tries:
         self.start = time.perf_counter()
         self.memo = Memo(self.traced, self.others, one_mesh=not self.exhaustive)
         self.works = Works(self.space)
+        self.guesses = Guesses(self.works)
         parts = self.cluster.parts if isinstance(self.cluster, Mixed) else (self.cluster,)
         self.limit = min(part.device.hbm_bytes for part in parts) * self.memory
 
     def late(self) -> bool:
-        return time.perf_counter() - self.start > self.time_limit
+        return time.perf_counter() - self.start - self.memo.tracing > self.time_limit
 
     @property
     def best(self) -> float:
@@ -109,14 +116,27 @@ class Tries:
             micro=shape.micro,
             order=self.orders.get(candidate, candidate.schedule),
             submeshes=self.space.submeshes(shape),
-            constraints=self.lines,
+            constraints=self.lines_of(shape),
             changes=self.space.changes(candidate),
             lanes=shape.lanes,
             memory=self.memory,
             time_limit=STAGE_SECONDS * (len(shape.sizes) + shape.wide),
             dispatch_limit=self.dispatch_limit,
+            dispatch=self.dispatch,
             loss=self.space.loss,
             memo=self.memo,
+        )
+
+    def lines_of(self, shape: Shape) -> tuple:
+        """What lanes are for: stages split the batch by as many, so that they hand values over as
+        they lie. What a stage receives every device sends a share of."""
+        if self.exhaustive or shape.lanes == 1:
+            return self.lines
+        received = values("received/*", role="batch")
+        return (
+            *self.lines,
+            if_possible(op_trans(ops(phase=COMPUTE), Split("batch"), shape.lanes)),
+            if_possible(op_trans(received, Split(ANY), ALL)),
         )
 
     def price(self, candidate: Candidate) -> PipelinePlan | None:
@@ -128,10 +148,12 @@ class Tries:
             plan = self.plan(candidate)
             peak = max(p.bytes for p in plan.timeline.peak)
             row = replace(row, seconds=plan.seconds, peak_bytes=peak)
-            self.works.learn(candidate.shape, candidate.ends, plan.pipeline.stages)
+            works = plan.pipeline.stages[: len(plan.places)]
+            self.works.learn(candidate.shape, candidate.ends, works)
+            self.guesses.learn(candidate, plan)
         except JaxscalerError as error:
             row = self.refused(row, error)
-            if isinstance(error, InfeasibleError):
+            if isinstance(error, InfeasibleError) and candidate.schedule != TWICE:
                 self.misfits.add(candidate.shape)
         self.known[candidate] = row
         self.rows.append(row)
@@ -178,7 +200,8 @@ class Tries:
             best = self.spmd
         else:
             best = with_names(self.plan(row.candidate))
-        return Found(best, tuple(self.rows), self.spmd, tuple(self.notes))
+        rows, notes = tuple(self.rows), tuple(self.notes)
+        return Found(best, rows, self.spmd, notes, self.memo.tracing)
 
     def none(self) -> JaxscalerError:
         """What to raise where nothing fits."""

@@ -15,11 +15,12 @@ def show_pipeline(plan: Any, console: Console | None = None) -> None:
 
     Seconds are of one micro-batch (of one step: the update), bytes those of one device: what is
     kept of one micro-batch until its backward pass, and at rest (state, gradients, prepared
-    weights) of the stage's place.
+    weights) of the stage's place; where stages have copies, of one of these.
     """
     console = console or Console()
     time = plan.timeline
-    head = f"pipeline of {len(plan.pipeline.stages)} stages for {plan.cluster['name']}"
+    both = ", each twice: in both directions" if plan.copies > 1 else ""
+    head = f"pipeline of {len(plan.places)} stages for {plan.cluster['name']}{both}"
     console.print(head, highlight=False, style="bold")
     table = Table(box=None, pad_edge=False)
     for n, name in enumerate(
@@ -28,11 +29,11 @@ def show_pipeline(plan: Any, console: Console | None = None) -> None:
         table.add_column(name, justify="left" if n < 3 else "right", overflow="fold")
     places = plan.places
     for run, (stage, place) in enumerate(zip(plan.pipeline.stages, places)):
-        first, count = plan.first[place], plan.devices[place]
+        devices = (copy[place] for copy in plan.sites)
         tasks = [stage.forward, stage.backward, stage.weight, stage.update]
         table.add_row(
             str(run),
-            f"{first}-{first + count - 1}" if count > 1 else str(first),
+            ", ".join(f"{a}-{a + n - 1}" if n > 1 else str(a) for a, n in devices),
             mesh_text(plan.plans[place]),
             *("" if t is None else time_text(t) for t in tasks),
             size_text(stage.kept),

@@ -259,10 +259,23 @@ def place_call(eqn: Any, known: Mapping[Spot, int], size: int) -> tuple[Placing,
     return Placing(_dims(cuts, flat.invars), _dims(cuts, flat.outvars)), flat, cuts
 
 
+_scans: WeakKeyDictionary = WeakKeyDictionary()  # body -> what was placed of loops over it
+
+
 def place_scan(eqn: Any, known: Mapping[Spot, int], size: int) -> tuple[Placing, Flat, dict]:
     """A loop: stacked operands and results have one dim more outside, and it is not cut."""
+    body = _compat.subjaxprs(eqn)[0]
+    placed = _scans.setdefault(body, {})
+    key = (frozenset(known.items()), size, _compat.scan_sizes(eqn))
+    if key not in placed:
+        placed[key] = _place_scan(eqn, flatten(body), known, size)
+    return placed[key]
+
+
+def _place_scan(
+    eqn: Any, flat: Flat, known: Mapping[Spot, int], size: int
+) -> tuple[Placing, Flat, dict]:
     consts, carry, _ = _compat.scan_sizes(eqn)
-    flat = flatten(_compat.subjaxprs(eqn)[0])
     stacked = (consts + carry, carry)  # the first stacked operand, and result
     ends = (flat.invars, flat.outvars)
     inner = {}

@@ -1,16 +1,17 @@
 """State that is stacked over the layers of a scan, in pieces where the scan is cut into stages.
 
 A scan over layers has its parameters in one array, [layers, ...]. Where `Stages` cuts it, each
-stage has its rows; so must the state, and the update of each row runs where the row is. The update
-of a leaf works row by row (what does not is done on all rows, joined), so equations are followed
-along the first dim, and written once for every piece. The numbers are the same.
+stage has its rows; so must the state, and the update of each row runs where the row is. Scans that
+share it may be cut elsewhere: its pieces are those of all cuts together. The update of a leaf works
+row by row (what does not is done on all rows, joined), so equations are followed along the first
+dim, and written once for every piece. The numbers are the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import jax
@@ -104,33 +105,36 @@ def _cuts(traced: Traced, at: int) -> dict[Any, Sizes]:
     """Variables outside of the loop that are in pieces, as the state that a cut scan reads is."""
     jaxpr = traced.jaxpr.jaxpr
     state = {jaxpr.invars[i] for i, _ in traced.state_pairs}
-    found: dict[Any, Sizes] = {}
+    found: dict[Any, frozenset[int]] = {}  # where its pieces end
     rows_of_state = set(state)  # and what is made of it row by row, such as casts
     for eqn in jaxpr.eqns[:at]:
         if eqn.primitive.name == "split" and eqn.params["axis"] == 0:
             (v,) = eqn.invars
             if v in rows_of_state:
-                found.setdefault(v, tuple(eqn.params["sizes"]))
+                found[v] = found.get(v, frozenset()) | {*accumulate(eqn.params["sizes"])}
         elif not rows_of_state.isdisjoint(_row_by_row(eqn)):
             rows_of_state.update(eqn.outvars)
-    size = 0
-    while found and size < len(found):
-        size = len(found)
+    count = 0
+    while count < (more := sum(map(len, found.values()))):
+        count = more
         for i, o in traced.state_pairs:
             _tie(found, (jaxpr.invars[i], jaxpr.outvars[o]))
         for eqn in jaxpr.eqns:
             _tie(found, _row_by_row(eqn))
     inside = set(jaxpr.eqns[at].outvars)
     ours = state | {v for e in jaxpr.eqns for v in e.outvars}
-    return {v: rows for v, rows in found.items() if v in ours and v not in inside}
+    return {
+        v: tuple(b - a for a, b in pairwise((0, *sorted(ends))))
+        for v, ends in found.items()
+        if v in ours and v not in inside
+    }
 
 
-def _tie(found: dict[Any, Sizes], atoms: Sequence) -> None:
-    """All of `atoms` are in pieces if one of them is."""
-    known = [found[v] for v in variables(atoms) if v in found]
-    if known:
-        for v in variables(atoms):
-            found.setdefault(v, known[0])
+def _tie(found: dict[Any, frozenset[int]], atoms: Sequence) -> None:
+    """All of `atoms` are in pieces if one of them is, and in the same ones."""
+    tied = variables(atoms)
+    if ends := frozenset().union(*(found.get(v, ()) for v in tied)):
+        found.update(dict.fromkeys(tied, ends))
 
 
 def _row_by_row(eqn: Any) -> list:
@@ -162,12 +166,17 @@ def _run(eqn: Any, env: dict, cuts: dict[Any, Sizes]) -> None:
     from_one = name == "broadcast_in_dim" and not eqn.invars[0].aval.shape
     if rows is None:
         pass
-    elif name == "split" and eqn.params["axis"] == 0 and tuple(eqn.params["sizes"]) == rows:
-        env.update(zip(eqn.outvars, _pieces(eqn.invars[0], env, rows)))
-        return
+    elif name == "split" and eqn.params["axis"] == 0 and _is_cut(eqn.invars[0], cuts):
+        if finer := _finer(eqn.params["sizes"], rows):
+            pieces = iter(_pieces(eqn.invars[0], env, rows))
+            made = [_joined([next(pieces) for _ in sizes]) for sizes in finer]
+            env.update(zip(eqn.outvars, made, strict=True))
+            return
     elif name == "concatenate" and _is_cut(eqn.outvars[0], cuts):
-        if eqn.params["dimension"] == 0 and [v.aval.shape[0] for v in eqn.invars] == [*rows]:
-            env[eqn.outvars[0]] = [_whole(v, env) for v in eqn.invars]
+        own = [v.aval.shape[0] for v in eqn.invars]
+        if eqn.params["dimension"] == 0 and (finer := _finer(own, rows)):
+            each = zip(eqn.invars, finer)
+            env[eqn.outvars[0]] = [x for v, sizes in each for x in _pieces(v, env, sizes)]
             return
     elif (tied or from_one) and _is_cut(eqn.outvars[0], cuts):
         made = []
@@ -197,9 +206,26 @@ def _is_cut(v: Any, cuts: dict[Any, Sizes]) -> bool:
 
 def _whole(v: Any, env: dict) -> Any:
     value = v.val if _compat.is_literal(v) else env[v]
-    return jnp.concatenate(value) if isinstance(value, list) else value
+    return _joined(value) if isinstance(value, list) else value
+
+
+def _joined(pieces: list) -> Any:
+    return jnp.concatenate(pieces) if len(pieces) > 1 else pieces[0]
 
 
 def _pieces(v: Any, env: dict, rows: Sizes) -> list:
     value = v.val if _compat.is_literal(v) else env[v]
-    return value if isinstance(value, list) else list(jax.lax.split(value, rows))
+    if isinstance(value, list):
+        return value
+    return list(jax.lax.split(value, rows)) if len(rows) > 1 else [value]
+
+
+def _finer(coarse: Sequence[int], rows: Sizes) -> list[Sizes]:
+    """Of which of the pieces each of coarser ones is made; [] if they end elsewhere."""
+    ends = list(accumulate(rows))
+    if not {*accumulate(coarse)} <= {*ends}:
+        return []
+    return [
+        tuple(n for n, end in zip(rows, ends) if a < end <= b)
+        for a, b in pairwise((0, *accumulate(coarse)))
+    ]

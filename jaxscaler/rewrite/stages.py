@@ -15,6 +15,7 @@ update; there are as many levels as transfers in a row.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -93,15 +94,21 @@ class Staged:
         eqns = self.loop.body.eqns
         mine = {(run, phase) for phase in phases}
         indices = sorted({i for where in mine for i in self.tasks[where]})
-        read = {v for where in self.tasks if where not in mine for v in self._reads[where]}
-        read |= {c.result for c in self.loop.carries} | {v for v, _ in self.loop.stacks}
         made = made_by(eqns, (i for i in indices if self.body[i] in mine))
-        return part_of(eqns, indices, [v for v in made if v in read])
+        return part_of(eqns, indices, [v for v in made if self._readers.get(v, mine) - mine])
 
     @cached_property
-    def _reads(self) -> dict[Where, tuple]:
+    def _readers(self) -> dict[Any, set[Where | None]]:
+        """Variable of the loop's body -> tasks that read it; None: what comes after them."""
         eqns = self.loop.body.eqns
-        return {where: part_of(eqns, indices, ()).reads for where, indices in self.tasks.items()}
+        found: dict[Any, set[Where | None]] = defaultdict(set)
+        for where, indices in self.tasks.items():
+            for v in part_of(eqns, indices, ()).reads:
+                found[v].add(where)
+        for v in (*(c.result for c in self.loop.carries), *(v for v, _ in self.loop.stacks)):
+            if not _compat.is_literal(v):
+                found[v].add(None)
+        return found
 
 
 def staged(traced: Traced) -> Staged:

@@ -177,8 +177,9 @@ def holdings(pipeline: Pipeline) -> tuple[Holding, ...]:
         elif task.phase == WEIGHT:
             first = graph.index[task._replace(phase=BACKWARD)]
             found.append(Holding(stage.groups, stage.kept_weight, (first, 1), (i, 1)))
+        working = stage.updating if task.phase == UPDATE else stage.working
+        found.append(Holding(stage.groups, working, (i, 0), (i, 1)))
         if task.phase != UPDATE:
-            found.append(Holding(stage.groups, stage.working, (i, 0), (i, 1)))
             for need in graph.needs[i]:
                 found.append(Holding(stage.groups, need.bytes, (need.task, 1), (i, 0)))
     return tuple(h for h in found if h.bytes)

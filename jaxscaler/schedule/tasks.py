@@ -51,8 +51,8 @@ class StageWork:
 
     kept: bytes a group holds from the start of a micro-batch's F to the end of its B (without B:
     of F). kept_weight: bytes held from there to the end of W. working: bytes beside these while a
-    task runs. static: bytes held all along; of stages that share parameters on a group, one has
-    them.
+    task runs; updating: while the update does (gradients of another copy). static: bytes held all
+    along; of stages that share parameters on a group, one has them.
 
     micros: (first, step): the stage takes micro-batches first, first + step, ... (Chimera: two
     directions take turns). shares: other stages whose gradients this stage's update needs as well:
@@ -71,6 +71,7 @@ class StageWork:
     micros: tuple[int, int] = (0, 1)
     shares: tuple[int, ...] = ()
     name: str = ""
+    updating: float = 0.0
 
     def seconds(self, phase: str) -> float | None:
         """Seconds of a task of `phase`; None where the stage has none."""
@@ -166,7 +167,8 @@ def _validate(pipeline: Pipeline) -> None:
         )
     for s, stage in enumerate(pipeline.stages):
         times = [t for p in "FBWU" if (t := stage.seconds(p)) is not None]
-        if min(*times, 0.0, stage.kept, stage.kept_weight, stage.working, stage.static) < 0:
+        held = (stage.kept, stage.kept_weight, stage.working, stage.updating, stage.static)
+        if min(*times, *held, 0.0) < 0:
             raise ScheduleError(f"stage {pipeline.called(s)}: seconds and bytes may not be below 0")
         if not stage.groups or min(stage.groups) < 0 or len({*stage.groups}) < len(stage.groups):
             raise ScheduleError(

@@ -1,27 +1,64 @@
-"""The plan-space solver: strategy problems in, choices with a proved bound out. Knows no JAX."""
+"""The plan-space solver: strategy problems in, choices with a proved bound out. Knows no JAX.
 
-from jaxscaler.solve.build import make_problem, validate
-from jaxscaler.solve.evaluate import evaluate, usage_profile
-from jaxscaler.solve.iopddl import read_problem, write_problem
-from jaxscaler.solve.problem import INFINITY, Solution, StrategyProblem
-from jaxscaler.solve.search import Use
-from jaxscaler.solve.solver import least_memory, solve
-from jaxscaler.solve.tied import solve_tied
-from jaxscaler.solve.warm import warm
+Names are looked up when they are first used: problems come without the compiler of the solver.
+"""
 
-__all__ = [
-    "INFINITY",
-    "Solution",
-    "StrategyProblem",
-    "Use",
-    "evaluate",
-    "least_memory",
-    "make_problem",
-    "read_problem",
-    "solve",
-    "solve_tied",
-    "usage_profile",
-    "validate",
-    "warm",
-    "write_problem",
-]
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+_MODULE = {
+    "INFINITY": "problem",
+    "Solution": "problem",
+    "StrategyProblem": "problem",
+    "Use": "search",
+    "evaluate": "evaluate",
+    "least_memory": "solver",
+    "make_problem": "build",
+    "read_problem": "iopddl",
+    "solve": "solver",
+    "solve_tied": "tied",
+    "usage_profile": "evaluate",
+    "validate": "build",
+    "warm": "warm",
+    "write_problem": "iopddl",
+}
+
+if TYPE_CHECKING:
+    from jaxscaler.solve.build import make_problem as make_problem
+    from jaxscaler.solve.build import validate as validate
+    from jaxscaler.solve.evaluate import evaluate as evaluate
+    from jaxscaler.solve.evaluate import usage_profile as usage_profile
+    from jaxscaler.solve.iopddl import read_problem as read_problem
+    from jaxscaler.solve.iopddl import write_problem as write_problem
+    from jaxscaler.solve.problem import INFINITY as INFINITY
+    from jaxscaler.solve.problem import Solution as Solution
+    from jaxscaler.solve.problem import StrategyProblem as StrategyProblem
+    from jaxscaler.solve.search import Use as Use
+    from jaxscaler.solve.solver import least_memory as least_memory
+    from jaxscaler.solve.solver import solve as solve
+    from jaxscaler.solve.tied import solve_tied as solve_tied
+    from jaxscaler.solve.warm import warm as warm
+else:
+    __all__ = sorted(_MODULE)
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = getattr(import_module(f"{__name__}.{_MODULE[name]}"), name)
+        globals()[name] = found
+        return found
+
+
+class _Package(ModuleType):
+    """Keeps a module of the package from taking the place of a public name, as warm.py would."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _MODULE and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -12,9 +12,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxscaler.solve.kernel import from_problem
-from jaxscaler.solve.multipliers import ascend, by_row, start_multipliers
-from jaxscaler.solve.presolve.arcs import supported
 from jaxscaler.solve.problem import INFINITY, StrategyProblem
 
 _SWEEP_COST = 1e-9  # work per table entry and sweep: about seconds of one idle core
@@ -132,6 +129,11 @@ def screen(
     about seconds of an idle core but counted, when it has reached `goal` or hardly rises; else
     after `most`. `prices`: the multipliers to begin from.
     """
+    # Imported where they are needed: compiled code, which a problem does without.
+    from jaxscaler.solve.kernel import from_problem
+    from jaxscaler.solve.multipliers import ascend, by_row, start_multipliers
+    from jaxscaler.solve.presolve.arcs import supported
+
     size = len(shared.rest.node_costs)
     kernel = from_problem(
         replace(

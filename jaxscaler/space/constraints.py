@@ -94,18 +94,15 @@ class Constraints:
         self.yielded: dict[int, set[str]] = defaultdict(set)
         self.index = {id(node): i for i, node in enumerate(space.nodes)}
         self.touching: dict[int, list[tuple[int, tuple[int, ...]]]] = defaultdict(list)
-        self.shared: list[list[str]] = []
         self.orders: list[str] = []
         self.trips: Mapping[int, set[int]] = {}
         if not program:
             return
-        subjects = Subjects(graph, folded, space)
+        subjects = self.subjects = Subjects(graph, folded, space)
         self.trips = subjects.trips
         for n, line in enumerate(self.lines):
             for node, ports in subjects.ports(line.subject).items():
                 self.touching[node].append((n, tuple(sorted(ports))))
-            named = line.subject.name is not None  # a decision, whatever it holds
-            self.shared.append([] if named else subjects.beside(line.subject))
         for touching in self.touching.values():  # lines that give way come last
             touching.sort(key=lambda entry: (self.lines[entry[0]].yielding, entry[0]))
         self.orders = [check_order(x, graph, subjects) for x in program if isinstance(x, Order)]
@@ -248,7 +245,7 @@ class Constraints:
         if port != WHOLE_OP:  # the dims that carry them
             dims = node.ports[port].dims
             factors = [d for d, dim in enumerate(dims) if set(dim) & set(factors)]
-        return np.isin(cuts, factors)
+        return np.logical_or.reduce([cuts == f for f in factors])
 
     def names(self, node: Node, one: bool) -> dict[int, set[str]]:
         """Factor -> its names. `one`: the line is of this decision, whose factors have numbers."""
@@ -306,10 +303,10 @@ class Constraints:
                 notes.append(
                     f"constraint {line}: the compiler can not split {names} so; left to the search"
                 )
-            if self.shared[n]:
+            named = line.subject.name is not None  # a decision, whatever it holds
+            if shared := [] if named else self.subjects.beside(line.subject):
                 notes.append(
-                    f"constraint {line} also holds for {_some(self.shared[n])}: "
-                    "they share a decision"
+                    f"constraint {line} also holds for {_some(shared)}: they share a decision"
                 )
         return tuple(notes)
 

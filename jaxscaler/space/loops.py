@@ -4,8 +4,9 @@ Of a value that a loop makes, one part is in memory at a time; its kernels start
 read anew what they read whole; what the backward pass needs is made again there. All that is a
 change of numbers in a `Model`: nodes, edges and strategies stay. Gradients that add up over parts
 are in memory all the while, and so are the copies in which what goes in and comes out has its parts
-in order. What a loop adds beside (the seconds of those copies, sums over lanes, reductions once a
-part) is left out; the step that is traced with the loop has the true price.
+in order. Weights are gathered, and their gradients reduced, once a part of an accumulation. What a
+loop adds beside (the seconds of those copies, sums over lanes, a co-shard's reductions once a part)
+is left out; the step that is traced with the loop has the true price.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from jaxscaler.cost.compute import Work
 from jaxscaler.cost.memory import Lives
 from jaxscaler.graph.ir import BACKWARD, FORWARD, UPDATE, Op, OpGraph, dtype_bytes
 from jaxscaler.rewrite.changes import Key
-from jaxscaler.space.nodes import Node
+from jaxscaler.space.nodes import Edge, Node
 from jaxscaler.space.price import Filter
 from jaxscaler.space.problem import Model, tensor_bytes
 from jaxscaler.space.problem import model as model_of
@@ -228,12 +229,37 @@ def with_loops(model: Model, loops: Sequence[tuple[Looped, Reach]]) -> Model:
     fewest = np.full(int(folded.value_class.max(initial=0)) + 1, np.iinfo(np.int64).max)
     np.minimum.at(fewest, folded.value_class, pieces)
     by_class = {k: n for k, n in enumerate(fewest.tolist()) if 1 < n < np.iinfo(np.int64).max}
-    return replace(found, works=tuple(works), extend=model.extend, parts=by_class)
+    space = replace(model.space, edges=_once_a_part(model, loops))
+    return replace(found, space=space, works=tuple(works), extend=model.extend, parts=by_class)
+
+
+def _once_a_part(model: Model, loops: Sequence[tuple[Looped, Reach]]) -> tuple[Edge, ...]:
+    """The edges of a space, those of weights and of their gradients once for every part of an
+    accumulation: gathered where a part reads them, reduced before they are added up. What is added
+    up as the partial sum that it is, and has all the memory of one, is reduced after the loop."""
+    graph, folded, space = model.graph, model.folded, model.space
+    edges = space.edges
+    for loop, covered in loops:
+        if loop.again:
+            continue
+        outside = {c for o, c in enumerate(folded.op_class.tolist()) if o not in covered.ops}
+        inside = {n for n, node in enumerate(space.nodes)
+                  if node.members and outside.isdisjoint(node.members)}  # fmt: skip
+        reads = {v for o, _, v in graph.reads.tolist() if o in covered.ops}
+        classes = {int(folded.value_class[v]) for v in reads | covered.sums}
+        inside |= {space.use[k][0] for k in classes if k in space.use}
+        cut = {int(folded.value_class[v]) for v in covered.cut}
+        edges = tuple(
+            edge._replace(times=edge.times * loop.parts)
+            if edge.dst in inside and edge.value not in cut else edge for edge in edges
+        )  # fmt: skip
+    return edges
 
 
 def _added_up(model: Model, lives: Lives, covered: Reach) -> Lives:
     """What adds up over the parts of an accumulation lives from its start to its end, in f32 at
-    least. It is where the value lies that it is a cast or a view of."""
+    least. It is where the value lies that it is a cast or a view of, which itself, of one part,
+    lives until it is made: then it is added."""
     graph, space, classes = model.graph, model.space, model.folded.value_class
     found: dict[int, float] = {}
     for v in covered.sums:
@@ -246,12 +272,11 @@ def _added_up(model: Model, lives: Lives, covered: Reach) -> Lives:
             v = graph.ops[maker].inputs[0]
         value = graph.values[v]
         found[v] = found.get(v, 0.0) + nbytes / max(tensor_bytes(value.shape, value.dtype), 1.0)
-    rest = ~np.isin(lives.value, list(found))
-    others = Lives(
-        lives.value[rest], lives.lo[rest], lives.hi[rest], lives.moment, lives.share[rest]
-    )
+    made = np.searchsorted(lives.moment, graph.makers[lives.value, 0], side="right")
+    mine = np.isin(lives.value, list(found))
+    ends = np.where(mine, np.minimum(lives.hi, np.maximum(made, lives.lo)), lives.hi)
     span = min(covered.ops, default=0), max(covered.ops, default=-1)
-    return _more(others, [(v, *span, times) for v, times in found.items()])
+    return _more(lives._replace(hi=ends), [(v, *span, times) for v, times in found.items()])
 
 
 def _more(lives: Lives, buffers: Sequence[tuple[int, int, int, float]]) -> Lives:
