@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 import jaxscaler as js
-from jaxscaler import cli, planner, recipes
+from jaxscaler import cli, commands, planner, recipes
 from jaxscaler.cluster import Cluster
 from jaxscaler.cluster.mesh import named_mesh
 from jaxscaler.cost.collective import collective_time
@@ -308,8 +308,8 @@ def test_the_loop_audits_and_chooses(monkeypatch):
 )
 def test_the_command_line_says_how_many(options, verify, monkeypatch):
     asked = []
-    monkeypatch.setattr(cli, "plan_step", lambda *args, **given: asked.append(given["verify"]))
-    monkeypatch.setattr(cli, "_print_plan", lambda found, as_json: None)
+    monkeypatch.setattr(commands, "plan_step", lambda *args, **given: asked.append(given["verify"]))
+    monkeypatch.setattr(commands, "_print_plan", lambda found, as_json: None)
     target = ["models.mlp:workload", "--size", "tiny", "--cluster", "cpu:8", "--quiet"]
     assert cli.main(["plan", *target, *options]) == 0
     assert asked == [verify]
