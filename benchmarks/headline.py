@@ -39,6 +39,7 @@ from _headline_ways import WAYS, Result, of_pipeline, scans_of, told
 
 ROOM = 1.005  # what the search calls equal
 TIME_LIMIT = 60.0  # seconds of one search
+JOINT = 45.0  # of the joint search of Llama 405B: a pipeline that is begun within ends within 60
 BATCH, EACH = 64, {"swin": 4}  # global; or samples a device
 CLUSTERS = ("v100-32:4", "v100-32:8", "v100-32:8x2", "v100-32:8x4")
 
@@ -176,9 +177,9 @@ def published(nodes: int) -> dict:
     }  # fmt: skip
 
 
-def joint(nodes: int, limit: float = TIME_LIMIT) -> dict:
-    """The row of the joint search on so many nodes. cpu_s: beyond tracing, the step and its cuts,
-    which take tracing_s."""
+def joint(nodes: int, limit: float = JOINT) -> dict:
+    """The row of the joint search on so many nodes. tracing_s: of the cuts of the step, in
+    planning_s but not in cpu_s."""
     from jaxscaler.pipeline.search import search_pipelines
 
     step, cluster = llama_on(nodes)
@@ -266,7 +267,8 @@ def judge(rows: list[dict]) -> Iterator[dict]:
             for other in same:
                 ratio = row["seconds"] / other["seconds"]
                 yield at_most(f"{_where(row)}: joint search / published plan", ratio, ROOM)
-            yield at_most(f"{_where(row)}: CPU seconds beyond tracing", row["cpu_s"], TIME_LIMIT)
+            beyond = row["planning_s"] - row["tracing_s"]
+            yield at_most(f"{_where(row)}: seconds beyond tracing", beyond, TIME_LIMIT)
     cases = [row for row in rows if row["way"] not in ("published", "joint")]
     for where in dict.fromkeys(_where(row) for row in cases):
         mine = {row["way"]: row["seconds"] for row in cases if _where(row) == where}

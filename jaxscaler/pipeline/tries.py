@@ -24,7 +24,7 @@ from jaxscaler.recipes import COMPUTE
 from jaxscaler.schedule.tasks import Order
 from jaxscaler.trace import Traced
 
-STAGE_SECONDS = 2.0  # of planning one stage, at most
+STAGE = 1 / 60  # of the time, for planning one stage, at most
 SEARCHES = 8  # that planning without stages may take: with recomputation and loops over parts
 
 
@@ -120,7 +120,7 @@ class Tries:
             changes=self.space.changes(candidate),
             lanes=shape.lanes,
             memory=self.memory,
-            time_limit=STAGE_SECONDS * (len(shape.sizes) + shape.wide),
+            time_limit=STAGE * self.time_limit * (len(shape.sizes) + shape.wide),
             dispatch_limit=self.dispatch_limit,
             dispatch=self.dispatch,
             loss=self.space.loss,
