@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +38,7 @@ from jaxscaler.space.recompute import changes_of
 from jaxscaler.space.segments import segmentations
 from jaxscaler.trace import trace
 from jaxscaler.why import Session
-from models import gpt, llama, moe, resnet, swin, t5, unet, vit, workload
+from models import gpt, llama, workload
 
 CLUSTER = Cluster.parse("h100:8")
 
@@ -256,85 +255,6 @@ TINY = {
     "gpt": partial(language_model, gpt, "tiny", batch=64, layers=3, vocab=64),
     "llama-scan": partial(language_model, llama, "tiny", batch=64, layers=4, vocab=64, scan=True),
 }
-LARGE = {  # where work, not the start of kernels, is what takes time
-    "gpt": partial(language_model, gpt, "small", batch=32, layers=3, vocab=1024),
-    "llama-scan": partial(
-        language_model, llama, "8b", batch=8, seq=1024, layers=6, vocab=1024, hidden=1024, heads=8,
-        ffn=4096, scan=True,
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", LARGE)
-def test_price_of_the_changed_step_is_what_was_searched(name):
-    w, step = LARGE[name]()
-    traced = trace(step, w.state, w.batch)
-    plain = model_of(traced)
-    mesh = candidate_meshes(CLUSTER)[0]
-    segments = segmentations(plain.graph, plain.folded)[0]
-    _, space, what = again_of(traced, segments)
-    _, free, _ = cheapest(space, mesh, None)
-    limit = int(0.8 * free.peak_usage) + space.fixed_bytes
-    priced, solution, cost = cheapest(space, mesh, limit)
-    changes = changes_of(what, priced, solution.choice)
-    assert changes
-    _, again, priced_again = cheapest(model_of(traced.changed(changes)), mesh, limit)
-    assert priced_again == pytest.approx(cost, rel=0.02)
-    assert again.peak_usage <= solution.peak_usage * 1.02
-
-
-SMALL = {
-    "resnet": lambda: resnet.workload(batch=64),
-    "vit": lambda: vit.workload(batch=64, layers=3),
-    "gpt": lambda: gpt.workload(batch=64, layers=4),
-    "llama-scan": lambda: llama.workload(batch=64, layers=4, scan=True),
-    "swin": lambda: swin.workload(batch=64),
-    "moe": lambda: moe.workload(batch=64, layers=3),
-    "unet": lambda: unet.workload(batch=64),
-    "t5": lambda: t5.workload(batch=64),
-}
-QUICK = ("resnet", "llama-scan")
-
-
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in SMALL]
-)
-def test_price_of_the_changed_step_is_what_was_searched_where_kernels_are_small(name, monkeypatch):
-    """On one device, so that the start of kernels is what takes time; by every segmentation."""
-    tools = vars(jax) | {"value_and_grad": js.value_and_grad}
-    monkeypatch.setattr(workload, "jax", SimpleNamespace(**tools))
-    w = SMALL[name]()
-    traced = trace(w.step, w.state, w.batch)
-    plain = model_of(traced)
-    mesh = candidate_meshes(Cluster.parse("h100:1"))[0]
-    met = 0
-    for segments in segmentations(plain.graph, plain.folded):
-        _, space, what = again_of(traced, segments)
-        _, free, _ = cheapest(space, mesh, None)
-        for share in (0.9, 0.75):
-            limit = int(share * free.peak_usage) + space.fixed_bytes
-            priced, solution, cost = cheapest(space, mesh, limit)
-            if cost is None:
-                continue
-            changes = changes_of(what, priced, solution.choice)
-            met += bool(changes)
-            _, _, again = cheapest(model_of(traced.changed(changes)), mesh, None)
-            assert again == pytest.approx(cost, rel=0.02)
-    assert met
-
-
-def test_what_clusters_take_does_not_depend_on_folding():
-    """Merged layers, as layers apart: on one device a step costs the same to the last kernel."""
-    w = SMALL["swin"]()
-    graph = build(trace(w.step, w.state, w.batch))
-    mesh = candidate_meshes(Cluster.parse("h100:1"))[0]
-    costs = []
-    for merge in (True, False):
-        folded = fold(graph, merge)
-        space = build_space(graph, folded, factor_labels(graph, folded))
-        lives = live_buffers(graph, folded, rules_for(CLUSTER.device.vendor))
-        costs.append(cheapest(model(graph, folded, space, lives), mesh, None)[2])
-    assert costs[0] == pytest.approx(costs[1], rel=1e-6)
 
 
 def test_a_recomputed_step_computes_the_same():
@@ -436,78 +356,6 @@ def test_what_may_not_go_nowhere_is_kept():
     both = [lines[0], js.op_assign(lines[0].subject, js.NOWHERE)]
     with pytest.raises(js.JaxscalerError, match=r"nor does one that recomputes|clash"):
         plan_step(traced, CLUSTER, constraints=both, time_limit=5)
-
-
-PRODUCTS_TO_HOST = js.op_assign(js.values(role="activation", primitive="dot_general"), js.HOST)
-
-
-def test_what_goes_to_the_host_comes_back_the_same():
-    """On 8 devices, in float64. Devices of the CPU accept it, and keep it where it is."""
-    with jax.enable_x64(True):
-        _, step = layers(3)
-        keys = jax.random.split(jax.random.key(0), 7)
-        params = [
-            {"up": 0.1 * jax.random.normal(a, (8, 32)), "down": 0.1 * jax.random.normal(b, (32, 8))}
-            for a, b in zip(keys[:3], keys[3:6])
-        ]
-        x = jax.random.normal(keys[6], (16, 8))
-        expected = jax.jit(step)(params, x)
-        planned = js.parallelize(
-            step, cluster="h100:8", mesh={"d": 8}, constraints=[PRODUCTS_TO_HOST]
-        )
-        found = planned(params, x)
-        assert any(c.host for c in planned.plan.changes)
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14)
-
-
-def test_the_host_takes_what_its_link_costs():
-    """By the line and by the multipliers: priced as searched, and the device holds less."""
-    params, step = layers(4)
-    traced = trace(step, params, jax.ShapeDtypeStruct((1 << 15, 256), "float32"))
-    lines = [PRODUCTS_TO_HOST, *RECIPES["data_parallel"]()]
-    kept = plan_step(traced, CLUSTER, constraints=lines[1:], time_limit=5).plan
-    plan = plan_step(traced, CLUSTER, constraints=lines, time_limit=5).plan
-    assert not [n for n in plan.notes if "were searched" in n]
-    moved = [t for t in plan.traffic if t.kind == "offload"]
-    spots = sum(len(c.host) for c in plan.changes)
-    assert sum(t.count for t in moved) == 2 * spots > 0
-    link = 2 * sum(t.nbytes * t.count for t in moved) / 2 / CLUSTER.device.host_bandwidth
-    assert sum(t.seconds for t in moved) == pytest.approx(link * 0.4)
-    assert plan.predicted.seconds >= kept.predicted.seconds + 0.9 * link * 0.4
-    assert plan.predicted.peak_bytes < 0.9 * kept.predicted.peak_bytes
-    loaded = Plan.from_dict(plan.to_dict())
-    assert loaded.changes == plan.changes
-
-
-def test_the_search_sends_to_the_host_what_its_link_carries_cheaply():
-    """Where the link is fast, and running again is dear, a tight limit is met so."""
-    params, step = layers(4)
-    traced = trace(step, params, jax.ShapeDtypeStruct((1 << 15, 256), "float32"))
-    device = replace(CLUSTER.device, host_bandwidth=1e13)
-    cluster = replace(CLUSTER, device=device)
-    lines = RECIPES["data_parallel"]()
-    free = plan_step(traced, cluster, constraints=lines, time_limit=5).plan
-    share = 0.75 * free.predicted.peak_bytes / device.hbm_bytes
-    tight = plan_step(traced, cluster, constraints=lines, memory=share, time_limit=10).plan
-    assert any(c.host for c in tight.changes)
-    never = js.forbid(js.op_assign(js.values(role="activation"), js.HOST))
-    again = plan_step(traced, cluster, constraints=[*lines, never], memory=share, time_limit=10)
-    assert not any(c.host for c in again.plan.changes)
-    assert tight.predicted.seconds < again.plan.predicted.seconds
-
-
-def test_what_has_no_host_is_refused_by_line():
-    params, step = layers(3)
-    traced = trace(step, params, jax.ShapeDtypeStruct((1024, 256), "float32"))
-    line = PRODUCTS_TO_HOST
-    with pytest.raises(js.ConstraintError, match=r"HOST.*devices other than.*say NOWHERE"):
-        plan_step(traced, Cluster.parse("cpu:8"), constraints=[line], time_limit=5)
-    state = js.op_assign(js.values(role="optimizer"), js.HOST)
-    with pytest.raises(js.ConstraintError, match="selects no activation"):
-        plan_step(traced, CLUSTER, constraints=[state], time_limit=5)
-    with pytest.raises(js.ConstraintError, match="value_and_grad"):
-        plan_step(trace(lambda w: w * 2, jnp.zeros((8, 8))), CLUSTER, constraints=[line])
 
 
 @pytest.mark.slow
