@@ -4,6 +4,7 @@ One device: layouts do not matter, so what fits is known by hand. Nothing is run
 """
 
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,10 @@ import pytest
 import jaxscaler as js
 from jaxscaler.cluster import Cluster
 from jaxscaler.errors import InfeasibleError
+from jaxscaler.loops import planner as loops
 from jaxscaler.loops.asked import PARTS
 from jaxscaler.loops.estimate import estimated
+from jaxscaler.loops.options import Option, Pick
 from jaxscaler.planner import plan_step
 from jaxscaler.program import SAME_DEVICE, forbid, op_assign, ops, region
 from jaxscaler.rewrite.changes import Accumulate, CoShard, Fission, Recompute
@@ -272,3 +275,22 @@ def test_attention_by_its_queries_alone():
     (tried,) = [note for note in plan.notes if note.startswith("loops over parts that were tried")]
     true, guess = map(float, re.findall(r"([\d.]+) s\b", tried)[-2:])
     assert abs(true - guess) <= 0.1 * true
+
+
+@pytest.mark.parametrize(("seconds", "kept"), [(11.4, 32), (11.6, None)])
+def test_an_accumulation_alone_is_traced_beside_the_same_with_co_shards(seconds, kept, monkeypatch):
+    """In the fewest parts that fit, unless it is estimated to be far slower than the best."""
+    sums = Pick(Option("sums", "sums", 64, lambda *_: (), (), again=False), 16)
+    shards = Pick(Option("shards", "shards", 64, lambda *_: (), (), again=True), 2)
+
+    def guess(view, mesh, picks):
+        return SimpleNamespace(seconds=seconds if picks[0].parts >= 32 else None)
+
+    monkeypatch.setattr(loops, "estimated", guess)
+    monkeypatch.setattr(loops, "_cost", lambda best: 10.0)
+    some = object.__new__(loops._Search)
+    some.best = object()
+    monkeypatch.setattr(loops._Search, "take", lambda self, view, mesh, picks, priced: True)
+    found = some.accumulated(None, None, (sums, shards))
+    assert [pick.parts for pick in found] == ([] if kept is None else [kept])
+    assert some.accumulated(None, None, (sums,)) == ()  # it has been traced already

@@ -143,6 +143,13 @@ def more_parts(pick: Pick) -> Iterator[Pick]:
                 yield replace(pick, parts=parts)
 
 
+def thinner(pick: Pick) -> Iterator[Pick]:
+    """The same in as many parts or more, few first."""
+    for parts in sorted({pick.parts, *PARTS, *MORE}):
+        if parts >= pick.parts and pick.option.size % parts == 0:
+            yield replace(pick, parts=parts)
+
+
 def fewer_parts(pick: Pick) -> Iterator[Pick]:
     """The same segments in fewer parts, few first."""
     return (replace(pick, parts=parts) for parts in PARTS if parts < pick.parts)

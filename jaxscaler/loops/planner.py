@@ -25,7 +25,7 @@ from jaxscaler.graph.fold import fold
 from jaxscaler.graph.ir import OpGraph
 from jaxscaler.loops.asked import Asked, loop_lines, taken
 from jaxscaler.loops.estimate import BETTER, Estimate, View, estimated, hopeless, peak, ways_of
-from jaxscaler.loops.options import Option, Pick, batch_of, options
+from jaxscaler.loops.options import Option, Pick, batch_of, options, thinner
 from jaxscaler.loops.picking import picked
 from jaxscaler.program import HOST, NOWHERE, Line, Statement
 from jaxscaler.replan import binds, space_of
@@ -49,6 +49,7 @@ from jaxscaler.why import Session
 TRIES = 4  # sets of loops that are traced on a mesh, each for less memory than the last
 SHRINK = 0.95  # of what the last was estimated to take, at most
 CUTS = 3  # of a scan, that are tried
+ROUGH = 1.15  # times the best: an accumulation alone is traced, if it is estimated to take no more
 
 
 def plan_with_loops(
@@ -148,6 +149,7 @@ class _Search:
             ways = self.promising(view, found)
             for mesh, picks, priced in ways:
                 kept = self.on_mesh(view, mesh, found, picks, priced) or kept
+                kept = self.accumulated(view, mesh, picks) or kept
             if self.best is None:
                 kept = self.searched(view, ways[0][1])
         if self.best is not None:
@@ -302,11 +304,24 @@ class _Search:
                 return (pick,)
         return ()
 
-    def promises(self, priced: Estimate) -> bool:
-        """Whether an estimated plan is better than the best one."""
+    def accumulated(self, view: View, mesh: Mesh, picks: tuple[Pick, ...]) -> tuple[Pick, ...]:
+        """The accumulation of these loops without their co-shards, in as many parts as it then
+        needs, if traced it is better. Estimates tell too little between the two."""
+        sums = [pick for pick in picks if not pick.option.again]
+        for pick in sums if len(sums) < len(picks) else ():
+            for some in thinner(pick):
+                priced = estimated(view, mesh, (some,))
+                if priced.seconds is not None:
+                    if self.promises(priced, ROUGH) and self.take(view, mesh, (some,), priced):
+                        return (some,)
+                    break
+        return ()
+
+    def promises(self, priced: Estimate, times: float = BETTER) -> bool:
+        """Whether an estimated plan is better than so many times the best one."""
         if priced.seconds is None:
             return False
-        return self.best is None or priced.seconds <= BETTER * _cost(self.best)
+        return self.best is None or priced.seconds <= times * _cost(self.best)
 
     def take(
         self, view: View, mesh: Mesh, picks: tuple[Pick, ...], priced: Estimate
