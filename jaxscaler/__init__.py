@@ -5,10 +5,9 @@ Names are looked up when they are first used, so that `jaxscaler.solve` comes wi
 
 from __future__ import annotations
 
-import sys
-from importlib import import_module
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from jaxscaler import _lazy
 
 __version__ = "0.1.0"
 
@@ -110,24 +109,8 @@ if TYPE_CHECKING:
 else:
     __all__ = sorted(_MODULE)
 
-    def __getattr__(name: str) -> Any:
-        if name not in _MODULE:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found = getattr(import_module(f"{__name__}.{_MODULE[name]}"), name)
-        globals()[name] = found
-        return found
+    __getattr__ = _lazy.lazy(__name__, _MODULE)
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_MODULE})
-
-
-class _Package(ModuleType):
-    """Keeps a module of the package from taking the place of a public name, as plan.py would."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _MODULE and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

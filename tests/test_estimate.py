@@ -27,9 +27,10 @@ from jaxscaler.estimate.memory import (
     states_of,
     training_memory,
 )
+from jaxscaler.estimate.options import Options
 from jaxscaler.estimate.parallel import ParallelConfig, axes_of, cluster_of, level_of
 from jaxscaler.estimate.plot import phase_diagram
-from jaxscaler.estimate.search import Options, Point, knee, smallest
+from jaxscaler.estimate.search import Point, knee, smallest
 
 GPT = ModelConfig("gpt", "gpt", 1024, 4, 16, vocab=4096, context=512, tied=True, positions=True)
 

@@ -5,13 +5,14 @@ import pytest
 from jaxscaler import ConfigError, estimate
 from jaxscaler.cost.collective import collective_time
 from jaxscaler.estimate.body import LAYER
-from jaxscaler.estimate.compression import BLOCK, COMPRESSIONS, compared
+from jaxscaler.estimate.compared import compared
+from jaxscaler.estimate.compression import BLOCK, COMPRESSIONS
 from jaxscaler.estimate.config import ModelConfig
 from jaxscaler.estimate.constants import Constants
 from jaxscaler.estimate.memory import leaves_of
+from jaxscaler.estimate.options import Options
 from jaxscaler.estimate.parallel import ParallelConfig, axes_of, cluster_of
 from jaxscaler.estimate.price import price
-from jaxscaler.estimate.search import Options
 
 GPT = ModelConfig("gpt", "gpt", 512, 2, 8, vocab=4096, context=512, tied=True, positions=True)
 SEQ = 512

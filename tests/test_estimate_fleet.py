@@ -10,9 +10,10 @@ from jaxscaler.cluster.mixed import Mixed
 from jaxscaler.estimate.config import ModelConfig
 from jaxscaler.estimate.constants import Constants
 from jaxscaler.estimate.fleet import _Search, fleet, mixed_of, network_between
+from jaxscaler.estimate.options import Options
 from jaxscaler.estimate.parallel import ParallelConfig
 from jaxscaler.estimate.price import price
-from jaxscaler.estimate.search import Options, best_ways
+from jaxscaler.estimate.search import best_ways
 
 SMALL = ModelConfig("small", "llama", 1024, 8, 16, 8, ffn=4096, vocab=8192, context=1024,
                     gated=True)  # fmt: skip

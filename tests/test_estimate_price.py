@@ -16,9 +16,10 @@ from jaxscaler.estimate.config import ModelConfig, find_model
 from jaxscaler.estimate.constants import Constants
 from jaxscaler.estimate.inference import serve
 from jaxscaler.estimate.memory import leaves_of
+from jaxscaler.estimate.options import Options
 from jaxscaler.estimate.parallel import ParallelConfig, axes_of, cluster_of
 from jaxscaler.estimate.price import price
-from jaxscaler.estimate.search import Options, best_ways, family, ways
+from jaxscaler.estimate.search import best_ways, family, ways
 from jaxscaler.estimate.template import Task
 from models import llama, moe
 

@@ -11,6 +11,7 @@ from jaxscaler.estimate import flops
 from jaxscaler.estimate.config import ModelConfig
 from jaxscaler.estimate.constants import Constants
 from jaxscaler.estimate.inference import score, serve
+from jaxscaler.estimate.options import Options
 from jaxscaler.estimate.parallel import ParallelConfig, axes_of
 from jaxscaler.estimate.price import price
 from jaxscaler.estimate.rlhf import (
@@ -22,7 +23,6 @@ from jaxscaler.estimate.rlhf import (
     sending,
     splits,
 )
-from jaxscaler.estimate.search import Options
 
 MODEL = ModelConfig("small", "llama", 1024, 4, 16, 8, ffn=4096, vocab=8192, context=1024,
                     gated=True)  # fmt: skip

@@ -8,9 +8,10 @@ from jaxscaler import ConfigError, estimate
 from jaxscaler.cost.pipeline import bubble, in_flight
 from jaxscaler.estimate.config import ModelConfig
 from jaxscaler.estimate.constants import Constants
+from jaxscaler.estimate.options import SEARCHED, Options
 from jaxscaler.estimate.parallel import cluster_of
 from jaxscaler.estimate.price import price
-from jaxscaler.estimate.search import SEARCHED, Options, best_ways, schedules_for
+from jaxscaler.estimate.search import best_ways, schedules_for
 
 DEEP = ModelConfig("deep", "llama", 1024, 24, 16, 8, ffn=4096, vocab=1024, context=512, gated=True)
 OPTIONS = Options(64, 512, constants=Constants())

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_recompute import CLUSTER, layers
+from test_recompute import CLUSTER, layers, three_layers
 
 import jaxscaler as js
 from jaxscaler.cluster.cluster import Cluster
@@ -23,14 +23,7 @@ PRODUCTS_TO_HOST = js.op_assign(js.values(role="activation", primitive="dot_gene
 def test_what_goes_to_the_host_comes_back_the_same():
     """On 8 devices, in float64. Devices of the CPU accept it, and keep it where it is."""
     with jax.enable_x64(True):
-        _, step = layers(3)
-        keys = jax.random.split(jax.random.key(0), 7)
-        params = [
-            {"up": 0.1 * jax.random.normal(a, (8, 32)), "down": 0.1 * jax.random.normal(b, (32, 8))}
-            for a, b in zip(keys[:3], keys[3:6])
-        ]
-        x = jax.random.normal(keys[6], (16, 8))
-        expected = jax.jit(step)(params, x)
+        step, params, x, expected = three_layers()
         planned = js.parallelize(
             step, cluster="h100:8", mesh={"d": 8}, constraints=[PRODUCTS_TO_HOST]
         )

@@ -257,17 +257,22 @@ TINY = {
 }
 
 
+def three_layers():
+    """(step, parameters, samples, what plain jit makes of them), in the precision that is set."""
+    _, step = layers(3)
+    keys = jax.random.split(jax.random.key(0), 7)
+    params = [
+        {"up": 0.1 * jax.random.normal(a, (8, 32)), "down": 0.1 * jax.random.normal(b, (32, 8))}
+        for a, b in zip(keys[:3], keys[3:6])
+    ]
+    x = jax.random.normal(keys[6], (16, 8))
+    return step, params, x, jax.jit(step)(params, x)
+
+
 def test_a_recomputed_step_computes_the_same():
     """On 8 devices, in float64."""
     with jax.enable_x64(True):
-        _, step = layers(3)
-        keys = jax.random.split(jax.random.key(0), 7)
-        params = [
-            {"up": 0.1 * jax.random.normal(a, (8, 32)), "down": 0.1 * jax.random.normal(b, (32, 8))}
-            for a, b in zip(keys[:3], keys[3:6])
-        ]
-        x = jax.random.normal(keys[6], (16, 8))
-        expected = jax.jit(step)(params, x)
+        step, params, x, expected = three_layers()
         lines = [js.op_assign(js.values(role="activation"), js.NOWHERE)]
         planned = js.parallelize(step, cluster="cpu:8", mesh={"d": 8}, constraints=lines)
         found = planned(params, x)

@@ -24,7 +24,6 @@ from jaxscaler.cost.collective import collective_time
 from jaxscaler.cost.reshard import local_bytes, reshard_collectives
 from jaxscaler.errors import JaxscalerError
 from jaxscaler.estimate.config import ModelConfig, padded_vocab
-from jaxscaler.estimate.pinned import cheapest
 from jaxscaler.estimate.template import (
     EXPERT,
     HIDDEN,
@@ -50,6 +49,7 @@ from jaxscaler.program import (
     ops,
     values,
 )
+from jaxscaler.solve.elimination import cheapest
 from jaxscaler.space import strategies as st
 from jaxscaler.space.constraints import Constraints
 from jaxscaler.space.nodes import PARTIAL, Node

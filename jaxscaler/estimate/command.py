@@ -19,9 +19,10 @@ from jaxscaler.estimate.estimate import MOST, Estimate, estimate
 from jaxscaler.estimate.fleet import mixed_of
 from jaxscaler.estimate.inference import WEIGHTS, serve
 from jaxscaler.estimate.memory import OPTIMIZERS
+from jaxscaler.estimate.options import ROOM, SEARCHED
 from jaxscaler.estimate.parallel import SCHEDULES, ParallelConfig
 from jaxscaler.estimate.rlhf import METHODS
-from jaxscaler.estimate.search import ROOM, SEARCHED, grower
+from jaxscaler.estimate.search import grower
 from jaxscaler.estimate.show import explained, served_data, show_served
 from jaxscaler.target import DONE, Report, cluster_of, progress, setting, traceable
 

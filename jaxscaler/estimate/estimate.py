@@ -13,7 +13,7 @@ from jaxscaler.cluster.devices import find_device
 from jaxscaler.cluster.mixed import Mixed
 from jaxscaler.errors import ConfigError, InfeasibleError
 from jaxscaler.estimate import failures, flops
-from jaxscaler.estimate.compression import Compared, compared
+from jaxscaler.estimate.compared import Compared, compared
 from jaxscaler.estimate.config import ModelConfig, model_of
 from jaxscaler.estimate.constants import constants_for
 from jaxscaler.estimate.fleet import fleet, mixed_of

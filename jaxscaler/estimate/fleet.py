@@ -28,9 +28,10 @@ from jaxscaler.cost.collective import collective_time
 from jaxscaler.errors import ClusterError, ConfigError, InfeasibleError
 from jaxscaler.estimate.config import ModelConfig
 from jaxscaler.estimate.memory import BYTES
+from jaxscaler.estimate.options import Options
 from jaxscaler.estimate.parallel import ParallelConfig
 from jaxscaler.estimate.price import Priced, price
-from jaxscaler.estimate.search import Options, best_ways
+from jaxscaler.estimate.search import best_ways
 
 SCHEDULES = ("1f1b", "zero-bubble")  # which have closed forms for any number of micro-batches
 WAYS = 6  # of each kind that are combined

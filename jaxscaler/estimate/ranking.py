@@ -8,20 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from jaxscaler.cluster.cluster import Cluster
 from jaxscaler.cost.pipeline import bubble
 from jaxscaler.estimate import flops
 from jaxscaler.estimate.config import ModelConfig
+from jaxscaler.estimate.options import SEARCHED, Options
 from jaxscaler.estimate.parallel import ParallelConfig
 from jaxscaler.estimate.price import dtype_for
 
-if TYPE_CHECKING:
-    from jaxscaler.estimate.search import Options
-
-# Schedules of pipelines that are searched, the one of least memory first.
-SEARCHED = ("1f1b", "interleaved", "zero-bubble", "zero-bubble-2")
 PASSES = 12  # through memory of rows that go to experts and come back, both ways
 CHUNKS = (2, 3, 4, 6, 8)  # of an interleaved stage
 

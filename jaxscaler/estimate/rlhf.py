@@ -36,9 +36,10 @@ from jaxscaler.estimate.memory import (
     overhead_bytes,
     stages_of,
 )
+from jaxscaler.estimate.options import Options
 from jaxscaler.estimate.parallel import ParallelConfig, axes_of, level_of
 from jaxscaler.estimate.price import Priced, dtype_for, price
-from jaxscaler.estimate.search import Options, best_ways, fast_domain
+from jaxscaler.estimate.search import best_ways, fast_domain
 
 WAYS = 8  # of training that are looked at until the models fit
 SPLITS = 6  # numbers of generating devices that are looked at

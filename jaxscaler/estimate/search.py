@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxscaler.cluster.cluster import Cluster, Level
 from jaxscaler.cluster.devices import Device, find_device
@@ -29,49 +29,18 @@ from jaxscaler.estimate.memory import (
     states_of,
     training_memory,
 )
+from jaxscaler.estimate.options import Options
 from jaxscaler.estimate.parallel import ParallelConfig, check, cluster_of
 from jaxscaler.estimate.price import Priced, attention_for, dtype_for, price, trained_states
-from jaxscaler.estimate.ranking import SEARCHED, rough_seconds, schedules_for
+from jaxscaler.estimate.ranking import rough_seconds, schedules_for
 from jaxscaler.estimate.step import Job
 
-ROOM = 0.92  # of a device's memory that may be filled, as the planner has it
 BODIES = 5  # micro-batches (see Key) that are priced anew for a cluster, each with all its pp, ZeRO
 MICRO = (1, 2, 4, 8)
 LONG = 16384  # tokens from which context parallelism is looked at
 GAIN = 0.8  # a doubling of devices that brings less than this share of twice the speed is too much
 # A batch in tokens by parameters: Brown et al. 2020, table 2.1.
 BATCHES = ((2e9, 2**19), (5e9, 2**20), (5e10, 2**21), (math.inf, 2**22))
-
-
-@dataclass(frozen=True)
-class Options:
-    """What is trained and how: the keywords of `price` that do not depend on the devices."""
-
-    batch: int
-    seq: int
-    dtype: str | None = None
-    attention: str | None = None
-    stack: str = "jax"
-    optimizer: str = "adam"
-    master: bool = True
-    gradient: str = "float32"
-    dropout: bool = False
-    lora: int = 0
-    base: str = ""
-    compress: str = ""
-    constants: Any = None
-    memory: float = ROOM
-    schedules: tuple[str, ...] = SEARCHED  # of pipelines that a search looks at
-
-    def __post_init__(self) -> None:
-        unknown = [name for name in self.schedules if name not in SEARCHED]
-        if unknown or "1f1b" not in self.schedules:
-            raise ConfigError(
-                f"schedules={','.join(self.schedules)!r}: 1f1b and any of {', '.join(SEARCHED[1:])}"
-            )
-
-    def keywords(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "schedules"}
 
 
 class Way(NamedTuple):

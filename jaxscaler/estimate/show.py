@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from jaxscaler.estimate.compression import Compared
+from jaxscaler.estimate.compared import Compared
 from jaxscaler.estimate.inference import Served
 from jaxscaler.estimate.price import Priced
 from jaxscaler.estimate.search import family

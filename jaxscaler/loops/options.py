@@ -136,18 +136,11 @@ def fewer_segments(pick: Pick) -> Iterator[Pick]:
 
 
 def more_parts(pick: Pick) -> Iterator[Pick]:
-    """An accumulation in more parts than are tried at first, few first."""
+    """An accumulation in more parts, also than are tried at first; few first."""
     if not pick.option.again:
-        for parts in MORE:
+        for parts in (*PARTS, *MORE):
             if parts > pick.parts and pick.option.size % parts == 0:
                 yield replace(pick, parts=parts)
-
-
-def thinner(pick: Pick) -> Iterator[Pick]:
-    """The same in as many parts or more, few first."""
-    for parts in sorted({pick.parts, *PARTS, *MORE}):
-        if parts >= pick.parts and pick.option.size % parts == 0:
-            yield replace(pick, parts=parts)
 
 
 def fewer_parts(pick: Pick) -> Iterator[Pick]:

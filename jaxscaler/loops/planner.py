@@ -25,7 +25,7 @@ from jaxscaler.graph.fold import fold
 from jaxscaler.graph.ir import OpGraph
 from jaxscaler.loops.asked import Asked, loop_lines, taken
 from jaxscaler.loops.estimate import BETTER, Estimate, View, estimated, hopeless, peak, ways_of
-from jaxscaler.loops.options import Option, Pick, batch_of, options, thinner
+from jaxscaler.loops.options import Option, Pick, batch_of, more_parts, options
 from jaxscaler.loops.picking import picked
 from jaxscaler.program import HOST, NOWHERE, Line, Statement
 from jaxscaler.replan import binds, space_of
@@ -309,7 +309,7 @@ class _Search:
         needs, if traced it is better. Estimates tell too little between the two."""
         sums = [pick for pick in picks if not pick.option.again]
         for pick in sums if len(sums) < len(picks) else ():
-            for some in thinner(pick):
+            for some in (pick, *more_parts(pick)):
                 priced = estimated(view, mesh, (some,))
                 if priced.seconds is not None:
                     if self.promises(priced, ROUGH) and self.take(view, mesh, (some,), priced):

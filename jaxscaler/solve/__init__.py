@@ -5,10 +5,9 @@ Names are looked up when they are first used: problems come without the compiler
 
 from __future__ import annotations
 
-import sys
-from importlib import import_module
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from jaxscaler import _lazy
 
 _MODULE = {
     "INFINITY": "problem",
@@ -45,20 +44,4 @@ if TYPE_CHECKING:
 else:
     __all__ = sorted(_MODULE)
 
-    def __getattr__(name: str) -> Any:
-        if name not in _MODULE:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found = getattr(import_module(f"{__name__}.{_MODULE[name]}"), name)
-        globals()[name] = found
-        return found
-
-
-class _Package(ModuleType):
-    """Keeps a module of the package from taking the place of a public name, as warm.py would."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _MODULE and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
+    __getattr__ = _lazy.lazy(__name__, _MODULE)

@@ -12,23 +12,22 @@ from solve_problems import random_problem
 from jaxscaler.cost import compute
 from jaxscaler.estimate.config import ModelConfig
 from jaxscaler.estimate.parallel import axes_of, cluster_of
-from jaxscaler.estimate.pinned import cheapest
 from jaxscaler.estimate.template import Task
-from jaxscaler.solve import evaluate, make_problem, solve
+from jaxscaler.solve import elimination, evaluate, make_problem, solve
+from jaxscaler.solve.elimination import cheapest
 from jaxscaler.solve.shared import Shared
 
-# The package has functions of these names.
-body_module, pinned = (import_module(f"jaxscaler.estimate.{n}") for n in ("body", "pinned"))
+body_module = import_module("jaxscaler.estimate.body")  # the package has a function of this name
 GPT = ModelConfig("gpt", "gpt", 512, 2, 8, vocab=4096, context=512, tied=True, positions=True)
 LLAMA = ModelConfig("llama", "llama", 512, 2, 16, 4, ffn=1024, vocab=4096, gated=True)
 T5 = ModelConfig("t5", "t5", 512, 2, 8, head_size=32, ffn=1024, vocab=4096, gated=True)
 MOE = ModelConfig("moe", "moe", 512, 2, 8, 4, ffn=1024, vocab=4096, gated=True, experts=8, chosen=2)
 
 
-@pytest.mark.parametrize("large", [2, pinned.LARGE])  # strategies are left out early, and late
+@pytest.mark.parametrize("large", [2, elimination.LARGE])  # strategies are left out early, and late
 def test_a_choice_costs_as_little_as_the_solver_s(monkeypatch, large):
-    monkeypatch.setattr(pinned, "LARGE", large)
-    monkeypatch.setattr(pinned, "MORE", 2)
+    monkeypatch.setattr(elimination, "LARGE", large)
+    monkeypatch.setattr(elimination, "MORE", 2)
     rng = np.random.default_rng(0)
     infeasible = 0
     for _ in range(150):
@@ -43,7 +42,7 @@ def test_a_choice_costs_as_little_as_the_solver_s(monkeypatch, large):
 
 
 def test_tables_that_grow_too_large_are_left_to_the_solver(monkeypatch):
-    monkeypatch.setattr(pinned, "MOST", 8)
+    monkeypatch.setattr(elimination, "MOST", 8)
     rng = np.random.default_rng(1)
     edges = [(i, j, rng.integers(0, 99, (3, 3)).tolist()) for j in range(5) for i in range(j)]
     problem = make_problem([[0, 0, 0]] * 5, edges, [], None)
