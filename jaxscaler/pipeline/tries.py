@@ -24,7 +24,7 @@ from jaxscaler.recipes import COMPUTE
 from jaxscaler.schedule.tasks import Order
 from jaxscaler.trace import Traced
 
-STAGE = 1 / 60  # of the time, for planning one stage, at most
+STAGE, LEAST = 1 / 60, 0.75  # of the time, and seconds, for planning one stage at most
 SEARCHES = 8  # that planning without stages may take: with recomputation and loops over parts
 
 
@@ -109,6 +109,7 @@ class Tries:
 
     def plan(self, candidate: Candidate) -> PipelinePlan:
         shape = candidate.shape
+        seconds = max(STAGE * self.time_limit, LEAST)
         return plan_pipeline(
             self.traced,
             self.cluster,
@@ -120,7 +121,7 @@ class Tries:
             changes=self.space.changes(candidate),
             lanes=shape.lanes,
             memory=self.memory,
-            time_limit=STAGE * self.time_limit * (len(shape.sizes) + shape.wide),
+            time_limit=seconds * (len(shape.sizes) + shape.wide),
             dispatch_limit=self.dispatch_limit,
             dispatch=self.dispatch,
             loss=self.space.loss,
